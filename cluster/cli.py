@@ -1,0 +1,207 @@
+"""The `baton` command. Each command imports what it needs when it runs, so that `--help` is fast.
+
+Exit codes: 0 done, 2 a mistake in configuration or arguments, 1 any other failure.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..proto.errors import BatonError, ConfigError
+
+if TYPE_CHECKING:
+    from .config import Config
+
+app = typer.Typer(
+    name="baton",
+    help="Serve one language model from a prefill pool and a decode pool.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="The cluster's YAML file.", show_default=False)]
+ConfigOption = Annotated[str | None, typer.Option("--config", metavar="CONFIG", help="Start this cluster for the job.")]
+AddressOption = Annotated[str | None, typer.Option("--address", metavar="HOST:PORT", help="Use a running router.")]
+AdminOption = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="The admin service (router.admin).")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the YAML.")]
+PrintOption = Annotated[bool, typer.Option("--print-config", help="Print the resulting configuration and stop.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show what the workers log.")]
+DEFAULT_ADMIN = "127.0.0.1:50052"
+
+
+def load_config(path: str, settings: list[str] | None, print_only: bool) -> Config:
+    """The checked configuration; with --print-config the command ends here. Raises ConfigError."""
+    from . import config_load
+
+    config = config_load.load(path, settings or [])
+    if print_only:
+        print(config_load.show(config))
+        raise typer.Exit(0)
+    return config
+
+
+def one_target(config: str | None, address: str | None) -> None:
+    """Exactly one of --config and --address, and that a usable address. Raises ConfigError."""
+    from .units import split_address
+
+    if (config is None) == (address is None):
+        raise ConfigError("give either --config (start a cluster for this job) or --address (use a running one)")
+    if address is not None:
+        try:
+            split_address(address)
+        except ValueError as error:
+            raise ConfigError(f"--address: {address}: {error}") from None
+
+
+@app.command(epilog="Example: baton serve configs/local.yaml --set model.dtype=float32")
+def serve(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    print_config: PrintOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Start the cluster and its front door, until interrupted (a second Ctrl-C ends it at once)."""
+    from . import driver
+    from .model_check import check_model
+
+    loaded = load_config(config, set_, print_config)
+    facts = check_model(loaded)
+    code = driver.supervise_if_needed()
+    if code is None:
+        from .serve import serve as run_serve
+
+        _warn(facts.warnings)
+        code = driver.run(run_serve(loaded, facts, verbose), interrupted=0)
+    raise typer.Exit(code)
+
+
+@app.command(
+    epilog='Examples: baton generate --config configs/local.yaml --chat --prompt "Hello" --report ; '
+    "baton generate --address 127.0.0.1:50051 --input prompts.jsonl --max-tokens 64"
+)
+def generate(
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    prompt: Annotated[str | None, typer.Option(help="Raw text; with --chat a user's message.")] = None,
+    input_: Annotated[Path | None, typer.Option("--input", metavar="FILE.jsonl", help="Requests, one a line.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the model's chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    seed: Annotated[int | None, typer.Option(min=0)] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Choices per prompt.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be given several times.")] = None,
+    logprobs: Annotated[int | None, typer.Option(min=0, max=20, help="Alternatives per token (with --json).")] = None,
+    json_: JsonOption = False,
+    report: Annotated[bool, typer.Option("--report", help="Print where each phase ran and what it cost.")] = False,
+    set_: SetOption = None,
+    print_config: PrintOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Generate text: from one prompt, streamed, or from a file of requests, as JSON lines in input order."""
+    from . import driver, requests_input
+
+    one_target(config, address)
+    loaded = load_config(config, set_, print_config) if config is not None else None
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling |= {"seed": seed, "n": n, "stop": stop or None, "logprobs": logprobs}
+    if (prompt is None) == (input_ is None):
+        raise ConfigError("give either --prompt or --input")
+    if input_ is not None:
+        lines = requests_input.read_lines(input_, sampling)
+    else:
+        text = {"messages": requests_input.chat(prompt or "")} if chat else {"prompt": prompt}
+        lines = [requests_input.from_fields({**sampling, **text}, "arguments")]
+    as_json = json_ or input_ is not None
+    if loaded is None:
+        from .generate import with_address
+
+        raise typer.Exit(driver.run(with_address(address or "", lines, as_json, report), interrupted=1))
+    from .model_check import check_model
+
+    facts = check_model(loaded)
+    code = driver.supervise_if_needed()
+    if code is None:
+        from .generate import with_cluster
+
+        _warn(facts.warnings)
+        code = driver.run(with_cluster(loaded, facts, lines, as_json, report, verbose), interrupted=1)
+    raise typer.Exit(code)
+
+
+@app.command(epilog="Example: baton status --address 127.0.0.1:50052")
+def status(address: AdminOption = DEFAULT_ADMIN, json_: JsonOption = False) -> None:
+    """Show the workers of a running cluster."""
+    from .admin import show_status
+
+    raise typer.Exit(show_status(address, json_))
+
+
+@app.command(epilog="Example: baton drain decode-1")
+def drain(worker: Annotated[str, typer.Argument(metavar="WORKER")], address: AdminOption = DEFAULT_ADMIN) -> None:
+    """Let a worker finish its requests, then stop it; its pool gets smaller."""
+    from .admin import drain as run_drain
+
+    raise typer.Exit(run_drain(address, worker))
+
+
+@app.command(epilog="Example: baton scale decode 2")
+def scale(
+    pool: Annotated[str, typer.Argument(metavar="POOL", help="prefill or decode")],
+    replicas: Annotated[int, typer.Argument(metavar="N", min=1)],
+    address: AdminOption = DEFAULT_ADMIN,
+) -> None:
+    """Change the number of workers of a pool; those that leave are drained first."""
+    from .admin import scale as run_scale
+
+    raise typer.Exit(run_scale(address, pool, replicas))
+
+
+@app.command(epilog="Example: baton role decode-1 prefill")
+def role(
+    worker: Annotated[str, typer.Argument(metavar="WORKER")],
+    role: Annotated[str, typer.Argument(metavar="prefill|decode")],
+    address: AdminOption = DEFAULT_ADMIN,
+) -> None:
+    """Ask a worker to change its role."""
+    from .admin import set_role
+
+    raise typer.Exit(set_role(address, worker, role))
+
+
+def _warn(warnings: tuple[str, ...]) -> None:
+    for warning in warnings:
+        print(f"baton: warning: {warning}", file=sys.stderr)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"baton: {line}", file=sys.stderr)
+        sys.exit(2)
+    except BatonError as error:
+        print(f"baton: {error.code}: {error.message}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:
+        from .failures import StartFailed
+
+        if not isinstance(error, StartFailed):
+            raise
+        print(f"baton: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

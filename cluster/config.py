@@ -1,0 +1,225 @@
+"""The YAML schema of every command, and the only place in baton where defaults are written.
+
+`config_load.load` reads a file into `Config`; `spec.py` turns a `Config` into the parameter classes of the other
+rooms. Units are resolved here: bytes, seconds, per second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints
+
+from .units import Address, Bytes, Duration, Rate
+
+Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, StringConstraints(min_length=1)]
+PlacementName = Literal["round_robin", "least_loaded"]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys and loose types are mistakes; a loaded configuration does not change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False)
+
+
+class ModelSection(Section):
+    """Which model is served."""
+
+    path: Text  # bundled name, Hugging Face directory or .gguf file; relative to the configuration's folder
+    name: Text | None = None  # what clients call it; None: from the path
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    quantization: Literal["none"] = "none"
+    max_model_len: Count | None = None  # tokens; None: what the model was trained for
+
+
+class ClusterSection(Section):
+    """Where the processes run and how patient their controller is."""
+
+    address: Text = "local"  # local | auto | host:port of a running Ray cluster
+    launcher: Literal["ray", "process"] = "ray"
+    host: Text = "127.0.0.1"  # workers listen there; "node": the address of the node each rank runs on
+    placement_timeout: Duration = 10.0  # a Ray placement pending for longer fails
+    start_timeout: Duration = 600.0  # from the start of a worker to its readiness
+    stop_grace: Duration = 10.0  # a worker or router that is stopped ends within this, or is killed
+    drain_timeout: Duration = 600.0  # a draining worker may finish its requests for so long
+    restart_delay: Duration = 0.5  # after a worker's death; doubles with each one that follows soon
+    restart_delay_max: Duration = 30.0
+
+
+class PoolSection(Section):
+    """What both pools have."""
+
+    replicas: Count = 1
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: Count | Literal["auto"] = "auto"  # of torch, per rank; auto: cores available / ranks on this machine
+    block_size: Annotated[int, Field(ge=1, le=1024)] | None = None  # tokens; None: kv.block_size
+    memory: Bytes | None = None  # of the KV pool, per rank; None: kv.memory
+
+
+class PrefillPool(PoolSection):
+    """Workers that read prompts."""
+
+    max_batch_tokens: Count = 512  # prompt tokens of one step
+    lookahead: Count = 2  # steps' worth of prompts that may hold a reservation on a decode worker
+
+
+class DecodePool(PoolSection):
+    """Workers that generate."""
+
+    max_sequences: Count = 64  # of one step
+
+
+class PoolsSection(Section):
+    """The two pools."""
+
+    prefill: PrefillPool = PrefillPool()
+    decode: DecodePool = DecodePool()
+
+
+class EngineSection(Section):
+    """How the model is run."""
+
+    batch_invariant: bool = True  # the same bits whatever the batch, the chunks and the blocks
+    prefix_cache: bool = True
+    speculation: Literal["none"] = "none"
+    layer_group: Count = 4  # layers whose KV is sent together
+    rank_timeout: Duration = 30.0  # for the ranks of a worker to find each other, and of one exchange among them
+
+
+class KVSection(Section):
+    """The KV pools and the way from one to the other."""
+
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16  # tokens
+    memory: Bytes = 2**30  # of the KV pool, per rank
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: model.dtype
+    transport: Literal["auto", "inline", "gloo", "nccl"] = "auto"
+    wire: Literal["raw"] = "raw"
+    checksum: bool = True
+    parking: Literal[0] = 0
+    frame_size: Bytes = 512 * 2**10  # payload of one frame, about
+    outstanding_frames: Annotated[int, Field(ge=1, le=16)] = 2  # per link
+
+
+class PlacementSection(Section):
+    """How the router picks a worker of each pool."""
+
+    prefill: PlacementName = "least_loaded"
+    decode: PlacementName = "least_loaded"
+
+
+class LimitsSection(Section):
+    """What one request may ask for."""
+
+    n: Count = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] = 20
+    stops: Count = 16
+    stop_chars: Count = 256
+    stop_token_ids: Count = 64
+    logit_bias: Count = 1024
+    prompts: Count = 64
+    messages: Count = 1024
+    prompt_size: Bytes = 4 * 2**20
+    body_size: Bytes = 16 * 2**20
+
+
+class RouterSection(Section):
+    """The front door. Port 0 takes a free port."""
+
+    grpc: Address = "127.0.0.1:50051"
+    http: Address = "127.0.0.1:8000"
+    admin: Address = "127.0.0.1:50052"
+    placement: PlacementSection = PlacementSection()
+    attempts: Count = 3  # placements of one leg that may fail, the first included
+    max_inflight: Count = 1024  # requests
+    limits: LimitsSection = LimitsSection()
+
+
+class ClocksSection(Section):
+    """Every wait has an end."""
+
+    heartbeat: Duration = 0.5  # of a session between router and worker
+    dead_after: Duration = 2.0  # without a heartbeat
+    link_connect: Duration = 2.0
+    frame: Duration = 5.0
+    reserve: Duration = 120.0  # a request waits so long for blocks of a decode worker before another is tried
+    commit: Duration = 30.0  # from a reservation to its KV, or from one sign of progress to the next
+    link_idle: Duration = 60.0  # an unused link is closed
+    request: Duration = 600.0
+
+
+class Percentiles(Section):
+    """Upper limits by percentile."""
+
+    p50: Duration | None = None
+    p90: Duration | None = None
+    p99: Duration | None = None
+
+
+class SLOSection(Section):
+    """What users may expect; `bench` reports the share of requests that met it."""
+
+    ttft: Percentiles = Percentiles()
+    tpot: Percentiles = Percentiles()
+
+
+class Lengths(Section):
+    """A distribution of token counts: log-normal with this mean and coefficient of variation (0: constant)."""
+
+    mean: Annotated[float, Field(ge=1)]
+    cv: Annotated[float, Field(ge=0, le=10)] = 0.0
+
+
+class WorkloadSection(Section):
+    """The load that `bench` makes."""
+
+    rate: Rate = 2.0
+    prompt_tokens: Lengths = Lengths(mean=512)
+    output_tokens: Lengths = Lengths(mean=128)
+
+
+class Config(Section):
+    """One cluster."""
+
+    model: ModelSection
+    cluster: ClusterSection = ClusterSection()
+    pools: PoolsSection = PoolsSection()
+    engine: EngineSection = EngineSection()
+    kv: KVSection = KVSection()
+    router: RouterSection = RouterSection()
+    clocks: ClocksSection = ClocksSection()
+    slo: SLOSection = SLOSection()
+    workload: WorkloadSection = WorkloadSection()
+    hardware: Text | None = None  # a name in configs/hardware/ or a file
+
+    _folder: Path = PrivateAttr(default_factory=Path.cwd)
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def located(self, folder: Path, origins: dict[str, str], raw: dict[str, Any]) -> Config:
+        """The same configuration, knowing the folder of its file and where and how each dotted key was written."""
+        self._folder, self._origins, self._raw = folder, origins, raw
+        return self
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Dotted key -> where its value was written; keys that are absent have their default."""
+        return self._origins
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """Dotted key -> the value as it was written."""
+        return self._raw
+
+    @property
+    def model_path(self) -> str:
+        """`model.path` for text.source.resolve: a path relative to the configuration's folder, if there is one."""
+        beside = self._folder / Path(self.model.path).expanduser()
+        return str(beside) if beside.exists() else self.model.path
+
+    @property
+    def ranks(self) -> int:
+        """Processes of both pools together."""
+        return sum(pool.replicas * pool.tensor_parallel for pool in (self.pools.prefill, self.pools.decode))

@@ -1,0 +1,119 @@
+"""What a configuration may not combine (mistakes, exit 2) and what it had better not (warnings): pure checks of a
+whole Config, before anything is loaded."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from .config import Config
+from .units import show_bytes, show_duration, split_address
+
+_ANY = {"0.0.0.0", "::"}
+_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+
+def mistakes(config: Config) -> dict[str, str]:
+    """Dotted key -> what is wrong with its value beside the others."""
+    return _ports(config) | _launcher(config) | _transport(config) | _pools(config) | _clocks(config)
+
+
+def _ports(config: Config) -> dict[str, str]:
+    found: dict[str, str] = {}
+    named = [(name, getattr(config.router, name)) for name in ("grpc", "http", "admin")]
+    for (first, one), (second, two) in combinations(named, 2):
+        (host, port), (other_host, other_port) = split_address(one), split_address(two)
+        if port == 0 or port != other_port:
+            continue
+        alike = {host, other_host} <= _LOOPBACK or host == other_host
+        if alike or {host, other_host} & _ANY:
+            found[f"router.{second}"] = f"is {two}, the same port as router.{first} ({one}); give each its own, or 0"
+    return found
+
+
+def _launcher(config: Config) -> dict[str, str]:
+    cluster = config.cluster
+    if cluster.address not in ("local", "auto"):
+        try:
+            _, port = split_address(cluster.address)
+        except ValueError:
+            port = 0
+        if not port:
+            near = "local" if cluster.address.lower().startswith("l") else "auto"
+            return {
+                "cluster.address": f"is {cluster.address}, but must be local, auto or HOST:PORT of a running Ray "
+                f"cluster; did you mean {near}?"
+            }
+    if cluster.launcher == "process" and cluster.address != "local":
+        return {
+            "cluster.launcher": f"is process, which starts processes on this machine only, but cluster.address is "
+            f"{cluster.address}; use ray"
+        }
+    return {}
+
+
+def _transport(config: Config) -> dict[str, str]:
+    devices = {config.pools.prefill.device, config.pools.decode.device}
+    if config.kv.transport == "nccl" and devices != {"cuda"}:
+        return {"kv.transport": "is nccl, which moves KV between GPUs, but a pool has device cpu; use auto"}
+    return {}
+
+
+def _pools(config: Config) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in ("prefill", "decode"):
+        pool = getattr(config.pools, name)
+        memory, key = (
+            (pool.memory, f"pools.{name}.memory") if pool.memory is not None else (config.kv.memory, "kv.memory")
+        )
+        if memory < 2**10:
+            found[key] = f"is {show_bytes(memory)}, too little for a KV pool; give at least 1KiB"
+    for key in ("frame_size",):
+        if not 2**10 <= getattr(config.kv, key) <= 2**28:
+            found[f"kv.{key}"] = f"is {show_bytes(getattr(config.kv, key))}, but must lie between 1KiB and 256MiB"
+    return found
+
+
+def _clocks(config: Config) -> dict[str, str]:
+    found: dict[str, str] = {}
+    clocks, cluster = config.clocks, config.cluster
+    named = {f"clocks.{key}": getattr(clocks, key) for key in type(clocks).model_fields}
+    named |= {f"cluster.{key}": getattr(cluster, key) for key in ("placement_timeout", "start_timeout", "stop_grace")}
+    named["engine.rank_timeout"] = config.engine.rank_timeout
+    named["workload.rate"] = config.workload.rate
+    for key, value in named.items():
+        if value <= 0:
+            found[key] = "is 0, but must be more than 0"
+    if clocks.dead_after <= clocks.heartbeat and "clocks.dead_after" not in found:
+        found["clocks.dead_after"] = (
+            f"is {show_duration(clocks.dead_after)}, but must be longer than clocks.heartbeat "
+            f"({show_duration(clocks.heartbeat)}), or every worker counts as dead"
+        )
+    return found
+
+
+def model_mistakes(config: Config, heads: int) -> dict[str, str]:
+    """What the model's own shape forbids: more ranks than query heads."""
+    return {
+        f"pools.{name}.tensor_parallel": f"is {pool.tensor_parallel}, but the model has only {heads} query heads"
+        for name, pool in (("prefill", config.pools.prefill), ("decode", config.pools.decode))
+        if pool.tensor_parallel > heads
+    }
+
+
+def model_warnings(config: Config, kv_heads: int) -> list[str]:
+    """What works but costs: KV heads that do not divide evenly over the ranks, or are held twice."""
+    found: list[str] = []
+    for name, pool in (("prefill", config.pools.prefill), ("decode", config.pools.decode)):
+        ranks, key = pool.tensor_parallel, f"pools.{name}.tensor_parallel"
+        if ranks > kv_heads:
+            found.append(
+                f"{key}: {ranks} ranks share {kv_heads} KV heads, so each head's KV is held about "
+                f"{ranks / kv_heads:.1f} times"
+            )
+        elif kv_heads % ranks:
+            most = -(-kv_heads // ranks)
+            found.append(
+                f"{key}: {kv_heads} KV heads over {ranks} ranks is uneven; the fullest rank has {most}, so the worker "
+                f"runs at {kv_heads / (most * ranks):.0%} of an even split"
+            )
+    return found

@@ -1,0 +1,152 @@
+"""One running cluster as seen from its driver: controller, control service, router and workers, opened and closed
+together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+from ..proto.errors import ConfigError
+from . import ray_environment, spec
+from .child import Child
+from .client import Client
+from .config import Config
+from .control_service import ControlService
+from .controller import Controller, ControllerSettings
+from .failures import StartFailed
+from .launcher import Launcher
+
+_ROUTER_COMMAND = (sys.executable, "-m", "baton.cluster.router_process")
+_log = logging.getLogger(__name__)
+
+
+def make_launcher(config: Config) -> Launcher[Any]:
+    """The launcher that the configuration names; Ray is imported only for its own. Raises ConfigError."""
+    if config.cluster.launcher == "process":
+        from .launcher_process import ProcessLauncher
+
+        return ProcessLauncher()
+    ray_environment.prepare(config.cluster.address)
+    from .launcher_ray import RayLauncher
+
+    return RayLauncher(config.cluster.address, config.cluster.placement_timeout)
+
+
+class Deployment:
+    """Made by `running`. `endpoints`: grpc, http and admin with their real ports."""
+
+    def __init__(
+        self, config: Config, name: str, launcher: Launcher[Any], on_report: Callable[[str, str, dict[str, Any]], None]
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._launcher = launcher
+        self._on_report = on_report
+        self.endpoints: dict[str, str] = {}
+        pools = {"prefill": config.pools.prefill, "decode": config.pools.decode}
+        settings = ControllerSettings(
+            ranks={role: pool.tensor_parallel for role, pool in pools.items()},
+            devices={role: pool.device for role, pool in pools.items()},
+            start_timeout_s=config.cluster.start_timeout,
+            stop_grace_s=config.cluster.stop_grace,
+            drain_timeout_s=config.cluster.drain_timeout,
+            heartbeat_s=config.clocks.heartbeat,
+            backoff=spec.backoff(config),
+        )
+        builder = spec.SpecBuilder(config)
+        self.controller: Controller[Any] = Controller(
+            settings, launcher, builder.worker, spec.wanted_workers(config), on_report
+        )
+        self._control = ControlService(config.router.admin, self.controller, name, self.endpoints)
+        self._router: Child | None = None
+        self._router_task: asyncio.Task[None] | None = None
+        self._router_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def open(self) -> None:
+        """Start everything; returns when requests can be served. Raises StartFailed, AddressTaken or ConfigError."""
+        admin = await self._control.start()
+        self.endpoints["admin"] = admin
+        self._router_task = asyncio.create_task(self._keep_router(admin))
+        await asyncio.sleep(0)  # let it spawn: the launcher may block this loop for seconds
+        await self._launcher.open()
+        workers = asyncio.create_task(self.controller.open())
+        try:
+            await asyncio.wait([workers, self._router_task], return_when=asyncio.FIRST_COMPLETED)
+            if self._router_ready.done():
+                self._router_ready.result()
+            elif self._router_task.done():
+                self._router_task.result()
+            await workers
+            await asyncio.shield(self._router_ready)
+        finally:
+            workers.cancel()
+            await asyncio.gather(workers, return_exceptions=True)
+        async with Client(self.endpoints["grpc"]) as client:
+            await client.wait_serving(self._config.cluster.start_timeout)
+
+    async def close(self) -> None:
+        """Stop the router, which lets live streams finish for a while, then the workers, then the launcher."""
+        router, self._router = self._router, None
+        if router is not None:
+            await router.stop(self._config.cluster.stop_grace)
+        if self._router_task is not None:
+            self._router_task.cancel()
+            await asyncio.gather(self._router_task, return_exceptions=True)
+        if self._router_ready.done():
+            self._router_ready.exception()  # seen
+        await self.controller.close()
+        await self._launcher.close()
+        await self._control.stop()
+
+    def capacity(self) -> tuple[int, int]:
+        """KV capacity in tokens and maximum concurrency in sequences of the decode pool, as its workers said."""
+        ready = self.controller.feed.view.ready("decode")
+        welcomes = [self.controller.welcomes.get(member.worker_id) for member in ready]
+        tokens = sum(welcome.total_blocks * welcome.block_size for welcome in welcomes if welcome is not None)
+        return tokens, sum(welcome.max_sequences for welcome in welcomes if welcome is not None)
+
+    async def _keep_router(self, admin: str) -> None:
+        """Run the router, and again when it dies; before it was ready its end is a failure to start."""
+        params = spec.router_params(self._config, self._name, admin)
+        failures = 0
+
+        def on_report(kind: str, fields: dict[str, Any]) -> None:
+            self._on_report("router", kind, fields)
+            if kind == "ready":
+                self.endpoints.update({"grpc": fields["grpc"], "http": fields["http"]})
+                if not self._router_ready.done():
+                    self._router_ready.set_result(None)
+
+        while True:
+            if self._router_ready.done():  # clients know these ports
+                grpc, http = self.endpoints["grpc"], self.endpoints["http"]
+                params = replace(params, grpc_address=grpc, http_address=http)
+            router = self._router = await Child.spawn(_ROUTER_COMMAND, spec.router_to_json(params), on_report)
+            reason = await router.wait()
+            if self._router is not router:
+                return
+            if not self._router_ready.done():
+                text = reason or "router: ended by itself"
+                self._router_ready.set_exception(ConfigError(text) if router.config_error else StartFailed(text))
+                return
+            failures += 1
+            _log.warning("router: %s; restarting", reason or "ended by itself")
+            await asyncio.sleep(spec.backoff(self._config).delay(failures))
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: Config, name: str, on_report: Callable[[str, str, dict[str, Any]], None]
+) -> AsyncIterator[Deployment]:
+    """A cluster on `config` that serves while the block runs. Raises StartFailed, AddressTaken or ConfigError."""
+    deployment = Deployment(config, name, make_launcher(config), on_report)
+    try:
+        await deployment.open()
+        yield deployment
+    finally:
+        await deployment.close()

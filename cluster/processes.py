@@ -1,0 +1,113 @@
+"""Linux process tools: ties a child to its parent's life, lists and ends descendants, counts usable cores."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform != "linux":
+        raise OSError("baton runs on Linux only")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl: {os.strerror(number)}")
+
+
+def die_with_parent(kind: signal.Signals, parent: int | None = None) -> None:
+    """Receive signal `kind` when the parent ends. `parent`: its expected pid; ends at once when it is gone already."""
+    _prctl(_PR_SET_PDEATHSIG, kind)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """From now on orphaned descendants become children of this process instead of init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _parents() -> dict[int, int]:
+    """pid -> parent's pid of every process but zombies."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    found[int(entry.name)] = int(parent)
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Every living process below `pid`, at any depth."""
+    parents = _parents()
+    found: list[int] = []
+    level = {pid}
+    while level:
+        level = {child for child, parent in parents.items() if parent in level}
+        found += sorted(level)
+    return found
+
+
+def reap() -> None:
+    """Collect every child that has ended. Only for a process that waits for none of them by other means."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def kill_descendants(timeout_s: float = 3.0) -> list[int]:
+    """SIGKILL everything below this process until nothing is left, or `timeout_s` is over; returns what lives."""
+    deadline = time.monotonic() + timeout_s
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+        reap()
+    return left
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity mask, and the CPU quota of its control group (at least 1)."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _cgroup_quota()
+    return max(1, min(cores, int(quota)) if quota is not None else cores)
+
+
+def _cgroup_quota() -> float | None:
+    """Cores' worth of CPU time that the control group allows, if it sets a limit."""
+    root = Path("/sys/fs/cgroup")
+    group = ""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                group = line[3:].strip("/")
+    limits: list[float] = []
+    folder = root / group
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            limits.append(float(quota) / float(period))  # "max" is no float
+        if folder in (root, root.parent):
+            break
+        folder = folder.parent
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        if quota_us > 0:
+            limits.append(quota_us / int((root / "cpu/cpu.cfs_period_us").read_text()))
+    return min(limits) if limits else None
+
+
+def threads_per_rank(ranks: int, cores: int) -> int:
+    """Torch threads of each of `ranks` processes that share `cores`."""
+    return max(1, cores // max(1, ranks))

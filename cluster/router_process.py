@@ -1,0 +1,32 @@
+"""The router as a plain process: `python -m baton.cluster.router_process`, parameters on stdin (child.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import Any
+
+from .child import Report, run_child
+from .spec import router_from_json
+
+
+def _main(values: dict[str, Any], report: Report, stop: threading.Event) -> None:
+    from ..router import main as router
+
+    async def run() -> None:
+        stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def relay() -> None:
+            stop.wait()
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                loop.call_soon_threadsafe(stopping.set)
+
+        threading.Thread(target=relay, daemon=True, name="stop-relay").start()
+        await router.run(router_from_json(values), report, stopping)
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    run_child(_main)

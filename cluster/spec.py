@@ -1,0 +1,208 @@
+"""From the configuration to the parameters of every process, and those as JSON and back.
+
+Nothing here imports torch: the parameter classes are plain, so that commands start fast.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from ..decode_worker.params import DecodeParams
+from ..engine.params import EngineParams
+from ..kv_transfer.params import TransferParams
+from ..prefill_worker.params import PrefillParams
+from ..router.params import RequestLimits, RouterParams
+from .config import Config, PoolSection
+from .processes import available_cores, threads_per_rank
+from .reconcile import POOLS, Backoff
+
+NODE = "node"  # the host that every rank replaces by the address of its own node
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One rank of one worker. Only followers have `leader`, the address of the leader's rank channel."""
+
+    role: Literal["prefill", "decode"]
+    worker_id: str
+    rank: int
+    leader: str
+    prefill: PrefillParams | None
+    decode: DecodeParams | None
+
+    @property
+    def params(self) -> PrefillParams | DecodeParams:
+        """Those of the role. Raises ValueError when they are missing."""
+        params = self.prefill if self.role == "prefill" else self.decode
+        if params is None:
+            raise ValueError(f"a {self.role} worker needs its parameters")
+        return params
+
+
+_WORKER: TypeAdapter[WorkerSpec] = TypeAdapter(WorkerSpec)
+_ROUTER: TypeAdapter[RouterParams] = TypeAdapter(RouterParams)
+
+
+def spec_to_json(spec: WorkerSpec) -> dict[str, Any]:
+    """As values that JSON can hold; byte strings are ASCII."""
+    return dict(_WORKER.dump_python(spec, mode="json"))
+
+
+def spec_from_json(values: dict[str, Any]) -> WorkerSpec:
+    """The inverse of `spec_to_json`. Raises ValueError."""
+    return _WORKER.validate_python(values)
+
+
+def router_to_json(params: RouterParams) -> dict[str, Any]:
+    """As values that JSON can hold."""
+    return dict(_ROUTER.dump_python(params, mode="json"))
+
+
+def router_from_json(values: dict[str, Any]) -> RouterParams:
+    """The inverse of `router_to_json`. Raises ValueError."""
+    return _ROUTER.validate_python(values)
+
+
+def pool(config: Config, role: str) -> PoolSection:
+    """The pool of that role."""
+    return config.pools.prefill if role == "prefill" else config.pools.decode
+
+
+def threads(config: Config, role: str) -> int:
+    """Torch threads of each rank of that pool."""
+    chosen = pool(config, role).threads
+    return threads_per_rank(config.ranks, available_cores()) if chosen == "auto" else chosen
+
+
+def _engine(config: Config, role: str) -> EngineParams:
+    section = pool(config, role)
+    return EngineParams(
+        model_path=config.model_path,
+        dtype=config.model.dtype,
+        device=section.device,
+        threads=threads(config, role),
+        block_size=section.block_size if section.block_size is not None else config.kv.block_size,
+        kv_blocks=None,
+        kv_bytes=section.memory if section.memory is not None else config.kv.memory,
+        kv_dtype=config.kv.dtype,
+        max_model_len=config.model.max_model_len,
+        batch_invariant=config.engine.batch_invariant,
+        prefix_cache=config.engine.prefix_cache,
+        layer_group=config.engine.layer_group,
+        tensor_parallel=section.tensor_parallel,
+    )
+
+
+def _transfer(config: Config) -> TransferParams:
+    return TransferParams(
+        host=config.cluster.host,
+        connect_timeout_s=config.clocks.link_connect,
+        frame_timeout_s=config.clocks.frame,
+        idle_close_s=config.clocks.link_idle,
+        transport=config.kv.transport,
+        checksum=config.kv.checksum,
+        max_outstanding=config.kv.outstanding_frames,
+        frame_bytes=config.kv.frame_size,
+    )
+
+
+class SpecBuilder:
+    """Makes the specification of each rank; the ranks of one incarnation share a secret."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._secrets: dict[str, bytes] = {}
+
+    def worker(self, worker_id: str, incarnation: str, rank: int, leader: str) -> WorkerSpec:
+        """One rank of a worker."""
+        if rank == 0:
+            self._secrets[worker_id] = secrets.token_hex(32).encode()
+        role: Literal["prefill", "decode"] = "prefill" if worker_id.startswith("prefill") else "decode"
+        shared: dict[str, Any] = {
+            "worker_id": worker_id,
+            "incarnation": incarnation,
+            "engine": _engine(self._config, role),
+            "transfer": _transfer(self._config),
+            "host": self._config.cluster.host,
+            "port": 0,
+            "secret": self._secrets[worker_id],
+            "rank_timeout_s": self._config.engine.rank_timeout,
+            "heartbeat_s": self._config.clocks.heartbeat,
+            "dead_after_s": self._config.clocks.dead_after,
+        }
+        pools = self._config.pools
+        if role == "decode":
+            decode = DecodeParams(
+                **shared,
+                max_sequences=pools.decode.max_sequences,
+                reserve_wait_s=self._config.clocks.reserve,
+                commit_timeout_s=self._config.clocks.commit,
+            )
+            return WorkerSpec(role, worker_id, rank, leader, None, decode)
+        prefill = PrefillParams(
+            **shared, max_batch_tokens=pools.prefill.max_batch_tokens, lookahead=pools.prefill.lookahead
+        )
+        return WorkerSpec(role, worker_id, rank, leader, prefill, None)
+
+
+def router_params(config: Config, name: str, membership_address: str) -> RouterParams:
+    """The router's parameters; `name` is what clients call the model."""
+    router, limits = config.router, config.router.limits
+    return RouterParams(
+        router_id=f"router-{secrets.token_hex(4)}",
+        model_path=config.model_path,
+        served_name=name,
+        grpc_address=router.grpc,
+        http_address=router.http,
+        membership_address=membership_address,
+        prefill_placement=router.placement.prefill,
+        decode_placement=router.placement.decode,
+        heartbeat_s=config.clocks.heartbeat,
+        dead_after_s=config.clocks.dead_after,
+        request_deadline_s=config.clocks.request,
+        attempts=router.attempts,
+        max_inflight=router.max_inflight,
+        stop_grace_s=config.cluster.stop_grace / 2,
+        limits=RequestLimits(
+            n=limits.n,
+            logprobs=limits.logprobs,
+            stops=limits.stops,
+            stop_chars=limits.stop_chars,
+            stop_token_ids=limits.stop_token_ids,
+            logit_bias=limits.logit_bias,
+            prompts=limits.prompts,
+            messages=limits.messages,
+            prompt_bytes=limits.prompt_size,
+            body_bytes=limits.body_size,
+        ),
+    )
+
+
+def wanted_workers(config: Config) -> frozenset[str]:
+    """The ids of all workers of the configuration."""
+    return frozenset(f"{role}-{number}" for role in POOLS for number in range(pool(config, role).replicas))
+
+
+def backoff(config: Config) -> Backoff:
+    """Between restarts."""
+    return Backoff(config.cluster.restart_delay, config.cluster.restart_delay_max)
+
+
+def localised(spec: WorkerSpec, node_address: str) -> WorkerSpec:
+    """The specification with the host "node" replaced by this node's address."""
+    params = spec.params
+    if params.host != NODE:
+        return spec
+    host = socket.gethostbyname(node_address)
+    if spec.prefill is not None:
+        transfer = replace(spec.prefill.transfer, host=host)
+        return replace(spec, prefill=replace(spec.prefill, host=host, transfer=transfer))
+    if spec.decode is not None:
+        transfer = replace(spec.decode.transfer, host=host)
+        return replace(spec, decode=replace(spec.decode, host=host, transfer=transfer))
+    return spec

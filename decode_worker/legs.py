@@ -1,0 +1,278 @@
+"""All legs of a decode worker and who holds which blocks: a sans-I/O book, events in, effects out.
+
+It joins the intake (reservations) to the scheduler (the batch) over one block pool:
+
+    waiting --blocks--> reserved --all KV + first tokens--> a sequence per choice in the batch --finished--> gone
+
+A leg that is gone holds nothing, and whatever still arrives for it changes nothing. Each choice of a leg ends once:
+finished, preempted, or with its leg (failed, cancelled, session ended).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from ..engine.block_pool import BlockPool
+from ..engine.step import Draw, SampledToken, SequenceStep
+from ..proto import worker_pb2 as pb
+from ..proto.errors import BatonError, TransferFailed
+from ..proto.leg import Leg, LegKey, ref_of
+from . import scheduler as batch
+from .effects import Copy, Effect, Expect, Forget, Tell, failed, token_message
+from .intake import Intake, Reservation, refuse_what_never_fits
+from .scheduler import DecodeScheduler, SequenceId
+
+
+@dataclass(slots=True)
+class _Running:
+    """One choice in the batch."""
+
+    leg: Leg
+    session: int
+    choice: int
+    generated: list[int]  # all output of the choice, over all its legs
+    table: list[int]
+
+
+class DecodeLegs:
+    """Times are the caller's monotonic clock. Every method that can change something returns the effects of it."""
+
+    def __init__(
+        self, pool: BlockPool, intake: Intake, scheduler: DecodeScheduler, max_sequences: int, max_model_len: int
+    ) -> None:
+        self.pool = pool
+        self.intake = intake
+        self.scheduler = scheduler
+        self.steps = 0
+        self.preemptions = 0
+        self._max_sequences = max_sequences
+        self._max_model_len = max_model_len
+        self._running: dict[SequenceId, _Running] = {}
+        self._stalled = False  # a sequence waits for a block
+        self._told: list[Effect] = []  # of the plan in the making
+
+    def __repr__(self) -> str:
+        return f"DecodeLegs({self.intake!r}, running={[f'{key} {choice}' for key, choice in self._running]})"
+
+    def load(self) -> pb.Load:
+        """The worker in numbers."""
+        return pb.Load(
+            running=len(self._running),
+            waiting=len(self.intake.waiting),
+            used_blocks=self.pool.used,
+            cached_blocks=self.pool.cached,
+            total_blocks=self.pool.total,
+            steps=self.steps,
+            preemptions=self.preemptions,
+            prefix_hit_tokens=self.pool.prefix_hit_tokens,
+            prefix_query_tokens=self.pool.prefix_query_tokens,
+            held_legs=len(self.intake.reserved),
+        )
+
+    # ---- from routers ----------------------------------------------------------------------------------------------
+
+    def submit(self, session: int, leg: Leg, now: float) -> list[Effect]:
+        """A reservation. Raises InvalidRequest when it could never run here. A known key is ignored."""
+        refuse_what_never_fits(leg, self.pool, self._max_sequences, self._max_model_len)
+        if not self._sequences(leg.key):
+            self.intake.submit(session, leg, now)
+        return []
+
+    def cancel(self, key: LegKey) -> list[Effect]:
+        """Forget the leg whatever its phase."""
+        self.intake.waiting.pop(key, None)
+        for name in self._sequences(key):
+            self._leave(name)
+        reservation = self.intake.take(key)
+        if reservation is None:
+            return []
+        self.pool.release(reservation.blocks)
+        return [Forget(key)]
+
+    def session_ended(self, session: int) -> list[Effect]:
+        """Drop every leg of a router that is gone."""
+        return [effect for key, owner in self._owners().items() if owner == session for effect in self.cancel(key)]
+
+    def fail(self, key: LegKey, error: BatonError) -> list[Effect]:
+        """End the leg, and tell its router why."""
+        session = self._owners().get(key)
+        return [*self.cancel(key), Tell(session, failed(key, error))] if session is not None else []
+
+    def fail_all(self, error: BatonError) -> list[Effect]:
+        """Every leg fails."""
+        return [effect for key in self._owners() for effect in self.fail(key, error)]
+
+    # ---- from the transfer -----------------------------------------------------------------------------------------
+
+    def arrived(self, key: LegKey, rank: int, size: int, frames: int, now: float) -> list[Effect]:
+        """A rank holds all KV of a leg: `size` bytes came in `frames` frames."""
+        return self._commit(self.intake.arrived(key, rank, size, frames, now), now)
+
+    def first_tokens(self, key: LegKey, payload: bytes, now: float) -> list[Effect]:
+        """What prefill sampled; anything else fails the leg."""
+        try:
+            first = pb.FirstTokens.FromString(payload)
+        except DecodeError as error:
+            return self.receive_failed(key, TransferFailed(f"first tokens: {error}"))
+        reservation = self.intake.reserved.get(key)
+        if reservation is None:
+            return []
+        if sorted(token.choice for token in first.tokens) != sorted(reservation.leg.choices):
+            return self.receive_failed(key, TransferFailed("the first tokens are not those of the leg's choices"))
+        return self._commit(self.intake.first_tokens(key, first, now), now)
+
+    def receive_failed(self, key: LegKey, error: BatonError) -> list[Effect]:
+        """The KV of a reservation will not come."""
+        return self.fail(key, error) if key in self.intake.reserved else []
+
+    def abandoned(self, key: LegKey) -> list[Effect]:
+        """The first tokens ended every choice: prefill needs us no more, and has told the router."""
+        return self.cancel(key) if key in self.intake.reserved else []
+
+    # ---- clock and admission ---------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> list[Effect]:
+        """Fail reservations whose time is up."""
+        return [effect for key, error in self.intake.overdue(now) for effect in self.fail(key, error)]
+
+    def admit(self, now: float) -> list[Effect]:
+        """Give blocks to the line, after `plan` has given the batch what it needs; to nobody while a sequence stalls."""
+        effects: list[Effect] = []
+        while not self._stalled:
+            reservation = self.intake.admit(len(self._running), now)
+            if reservation is None:
+                break
+            leg, table = reservation.leg, tuple(reservation.blocks[: reservation.need.table])
+            effects.append(
+                Expect(reservation.session, leg.key, table, reservation.cached, leg.length, reservation.waited_s)
+            )
+        return effects
+
+    # ---- the step --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> tuple[list[SequenceStep], list[Effect]]:
+        """What the engine runs next, and who was preempted for it."""
+        plan = self.scheduler.plan(self)
+        self._stalled = bool(plan.stalled)
+        told, self._told = self._told, []
+        return [self._step_for(self._running[name]) for name in plan.run], told
+
+    def computed(self, steps: Sequence[SequenceStep], drawn: Sequence[Sequence[SampledToken]]) -> list[Effect]:
+        """A planned step ran; `drawn` has one row for each. Sequences that are gone are skipped."""
+        self.steps += 1
+        said: dict[int, pb.Tokens] = {}
+        for step, row in zip(steps, drawn, strict=True):
+            (sampled,) = row
+            name = ((step.request_id, step.attempt, step.first_choice), sampled.choice)
+            running = self._running.get(name)
+            if running is None:
+                continue
+            self.scheduler.advance([name], 1)
+            token = token_message(running.leg, sampled, len(running.generated))
+            running.generated.append(sampled.token_id)
+            said.setdefault(running.session, pb.Tokens()).tokens.append(_step_token(running.leg, token))
+            if token.finish_reason:
+                self._leave(name)
+        return [Tell(session, pb.WorkerEvent(tokens=tokens)) for session, tokens in said.items()]
+
+    # ---- Blocks, for the scheduler ---------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be given away now."""
+        return self.pool.free
+
+    def grow(self, sequence: SequenceId) -> None:
+        """One more block for this sequence."""
+        self._running[sequence].table += self.pool.allocate(1)
+
+    def preempt(self, sequence: SequenceId) -> None:
+        """Take back the blocks of a sequence; its router places it again."""
+        running = self._running.pop(sequence)
+        self._give_back(running, len(running.leg.prompt) + len(running.generated) - 1)
+        self.preemptions += 1
+        event = pb.Preempted(leg=ref_of(running.leg.key), choice=running.choice)
+        self._told.append(Tell(running.session, pb.WorkerEvent(preempted=event)))
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _sequences(self, key: LegKey) -> list[SequenceId]:
+        return [name for name in self._running if name[0] == key]
+
+    def _owners(self) -> dict[LegKey, int]:
+        return {
+            **{key: waiting.session for key, waiting in self.intake.waiting.items()},
+            **{key: reservation.session for key, reservation in self.intake.reserved.items()},
+            **{name[0]: running.session for name, running in self._running.items()},
+        }
+
+    def _leave(self, name: SequenceId) -> None:
+        running = self._running.pop(name)
+        self._give_back(running, self.scheduler.tokens(name))
+        self.scheduler.leave(name)
+
+    def _give_back(self, running: _Running, tokens: int) -> None:
+        """Free the blocks; what they hold can be found again until they are given away."""
+        written = (running.leg.prompt + running.generated)[:tokens]
+        self.pool.publish(running.table, written, running.leg.salt)
+        self.pool.release(running.table)
+
+    def _step_for(self, running: _Running) -> SequenceStep:
+        leg, generated = running.leg, running.generated
+        return SequenceStep(
+            *leg.key,
+            tokens=[generated[-1]],
+            start=len(leg.prompt) + len(generated) - 1,
+            blocks=running.table,
+            draw=Draw(leg.sampling, (running.choice,), leg.prompt, generated),
+        )
+
+    def _commit(self, reservation: Reservation | None, now: float) -> list[Effect]:
+        """All KV and the first tokens are here: the leg's choices join the batch, each with its own table."""
+        if reservation is None or reservation.first is None:
+            return []
+        leg, first = reservation.leg, reservation.first
+        self.intake.take(leg.key)
+        self.pool.publish(reservation.blocks, leg.tokens, leg.salt)
+        committed = pb.Committed(
+            leg=ref_of(leg.key),
+            bytes=reservation.bytes,
+            frames=reservation.frames,
+            reserved_s=now - reservation.since,
+        )
+        repeated = pb.Tokens(tokens=[_step_token(leg, token) for token in first.tokens])
+        return [
+            Forget(leg.key),
+            *self._fork(reservation, [token for token in first.tokens if not token.finish_reason]),
+            Tell(reservation.session, pb.WorkerEvent(committed=committed)),
+            Tell(reservation.session, pb.WorkerEvent(tokens=repeated)),
+        ]
+
+    def _fork(self, reservation: Reservation, going_on: Sequence[pb.Token]) -> list[Effect]:
+        """Copy on write: full blocks are shared, each choice but one gets a copy of the last, partly filled one."""
+        leg, need, blocks = reservation.leg, reservation.need, reservation.blocks
+        own = need.table - need.shared
+        pairs: list[tuple[int, int]] = []
+        for number, token in enumerate(going_on):
+            private = blocks[need.shared + number * own : need.shared + (number + 1) * own]
+            if number:
+                self.pool.pin(blocks[: need.shared])
+                if leg.length % self.pool.block_size:
+                    pairs.append((blocks[need.shared], private[0]))
+            table = blocks[: need.shared] + private
+            name = (leg.key, token.choice)
+            self._running[name] = _Running(
+                leg, reservation.session, token.choice, [*leg.generated, token.token_id], table
+            )
+            self.scheduler.join(batch.Sequence(name, leg.length, len(table), leg.last, bool(leg.generated)))
+        self.pool.release(blocks[need.shared + len(going_on) * own :])
+        if not going_on:
+            self.pool.release(blocks[: need.shared])
+        return [Copy(tuple(pairs))] if pairs else []
+
+
+def _step_token(leg: Leg, token: pb.Token) -> pb.StepToken:
+    return pb.StepToken(request_id=leg.key[0], attempt=leg.key[1], token=token)

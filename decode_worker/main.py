@@ -1,0 +1,182 @@
+"""The mains of a decode worker's ranks: the leader serves routers and drives the others."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ..engine.block_pool import BlockPool
+from ..engine.channel import FollowerChannel, LeaderChannel, Message, RankLost
+from ..engine.rank_start import RankParams, await_followers, start_follower, start_leader
+from ..engine.runner import Runner
+from ..engine.step import unpack_plan
+from ..kv_transfer.events import Abandoned, LegKey, RankComplete, ReceiveEvent, ReceiveFailed
+from ..kv_transfer.receiver import Receiver
+from ..kv_transfer.ticket import Ticket, TicketBook
+from ..proto import worker_pb2 as pb
+from ..proto.session_server import SessionParams
+from ..proto.worker_serve import Stop, serve_worker
+from .intake import Intake
+from .legs import DecodeLegs
+from .params import DecodeParams
+from .scheduler import DecodeScheduler
+from .worker import DecodeEngine
+
+_POLL_S = 0.2
+
+Report = Callable[[str, dict[str, Any]], None]
+
+
+def run_leader(params: DecodeParams, report: Report, stop: Stop) -> None:
+    """Rank 0, until `stop`. Reports "channel" (several ranks only), "loading" and "ready".
+
+    Raises ConfigError for what cannot run, RankLost when a follower is gone, and whatever broke the engine.
+    """
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    runner, channel = start_leader(params.engine, _ranks(params), inbox.put, inbox.put, report)
+    try:
+        tickets = TicketBook(params.secret)
+        receiver = _receiver(params, runner, 0, tickets, inbox.put)
+        try:
+            ready = await_followers(inbox, params.engine.tensor_parallel, params.rank_timeout_s)
+            addresses = (receiver.address, *(ready[rank]["address"] for rank in sorted(ready)))
+
+            def issue(key: LegKey, cached: int, tokens: int) -> Ticket:
+                return tickets.issue(
+                    key,
+                    worker_id=params.worker_id,
+                    incarnation=params.incarnation,
+                    layout=runner.layout,
+                    addresses=addresses,
+                    cached_tokens=cached,
+                    prompt_tokens=tokens,
+                    carrier=params.transfer.transport,
+                )
+
+            runner.warm_up()
+            engine = DecodeEngine(runner, receiver, channel, issue, _book(params, runner), inbox)
+            _serve(params, runner, engine, channel, inbox, report, stop)
+        finally:
+            receiver.close()
+    except RankLost:
+        if not stop.is_set():  # at the end the ranks leave in any order
+            raise
+    finally:
+        if channel is not None:
+            channel.close()
+
+
+def _book(params: DecodeParams, runner: Runner) -> DecodeLegs:
+    pool = BlockPool(runner.blocks, params.engine.block_size, params.engine.prefix_cache)
+    ranks, seats = params.engine.tensor_parallel, params.max_sequences
+    intake = Intake(pool, ranks, seats, params.reserve_wait_s, params.commit_timeout_s)
+    return DecodeLegs(pool, intake, DecodeScheduler(params.engine.block_size), seats, runner.max_model_len)
+
+
+def _serve(
+    params: DecodeParams,
+    runner: Runner,
+    engine: DecodeEngine,
+    channel: LeaderChannel | None,
+    inbox: queue.SimpleQueue[object],
+    report: Report,
+    stop: Stop,
+) -> None:
+    clocks = SessionParams(params.heartbeat_s, params.dead_after_s)
+    asyncio.run(serve_worker(engine, inbox, clocks, _welcome(params, runner), params.host, params.port, report, stop))
+    if channel is not None:
+        channel.broadcast({"kind": "shutdown"})
+
+
+def _welcome(params: DecodeParams, runner: Runner) -> pb.Welcome:
+    return pb.Welcome(
+        worker_id=params.worker_id,
+        incarnation=params.incarnation,
+        role="decode",
+        model_fingerprint=runner.layout.fingerprint,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.vocab_size,
+        block_size=params.engine.block_size,
+        total_blocks=runner.blocks,
+        max_sequences=params.max_sequences,
+    )
+
+
+def run_follower(params: DecodeParams, rank: int, leader_address: str, stop: Stop) -> None:
+    """Rank `rank` > 0, until the leader says so, or `stop`. Raises RankLost when the leader is gone, ConfigError."""
+    runner, channel = start_follower(params.engine, _ranks(params), rank, leader_address)
+    tickets = TicketBook(params.secret)
+    receiver = _receiver(params, runner, rank, tickets, lambda event: _tell_leader(channel, event))
+    ended = threading.Event()
+    watcher = threading.Thread(target=_close_on_stop, args=(channel, stop, ended), name="stop-watcher", daemon=True)
+    watcher.start()
+    try:
+        channel.send({"kind": "ready", "address": receiver.address})
+        while _obey(channel.receive(), runner, receiver):
+            pass
+    except RankLost:
+        if not stop.is_set():
+            raise
+    finally:
+        ended.set()
+        watcher.join()
+        receiver.close()
+        channel.close()
+
+
+def _obey(message: Message, runner: Runner, receiver: Receiver) -> bool:
+    """Do what the leader says, in its order; False: that was all."""
+    match message:
+        case {"kind": "step", "plan": plan}:
+            kind, steps = unpack_plan(plan)
+            runner.follow(kind, steps, _ignore_layers)
+        case {"kind": "expect", "leg": leg, "nonce": nonce, "blocks": blocks, "cached": cached, "tokens": tokens}:
+            receiver.expect(tuple(leg), nonce, blocks, (cached, tokens))
+        case {"kind": "forget", "leg": leg}:
+            receiver.forget(tuple(leg))
+        case {"kind": "copy", "pairs": pairs}:
+            runner.kv.copy_blocks(pairs)
+        case {"kind": "shutdown"}:
+            return False
+        case _:
+            raise RankLost(f"the leader said {message.get('kind')!r}, which this rank does not know")
+    return True
+
+
+def _tell_leader(channel: FollowerChannel, event: ReceiveEvent) -> None:
+    """From a transfer's thread; a leader that is gone is noticed by the main thread."""
+    with suppress(RankLost):
+        match event:
+            case RankComplete(leg, _, size, frames):
+                channel.send({"kind": "complete", "leg": leg, "bytes": size, "frames": frames})
+            case ReceiveFailed(leg, _, error):
+                channel.send({"kind": "receive_failed", "leg": leg, "code": error.code, "message": error.message})
+            case Abandoned(leg):
+                channel.send({"kind": "abandoned", "leg": leg})
+
+
+def _receiver(
+    params: DecodeParams, runner: Runner, rank: int, tickets: TicketBook, on_event: Callable[[ReceiveEvent], None]
+) -> Receiver:
+    identity = (params.worker_id, params.incarnation)
+    return Receiver(params.transfer, runner.kv, runner.layout, rank, *identity, tickets, on_event)
+
+
+def _ignore_layers(low: int, high: int) -> None:
+    """A decode worker sends nothing on."""
+
+
+def _close_on_stop(channel: FollowerChannel, stop: Stop, ended: threading.Event) -> None:
+    """The main thread waits in `receive`; closing the line wakes it."""
+    while not ended.wait(_POLL_S):
+        if stop.is_set():
+            channel.close()
+            return
+
+
+def _ranks(params: DecodeParams) -> RankParams:
+    return RankParams(params.host, params.secret, params.rank_timeout_s)

@@ -1,0 +1,27 @@
+"""What one decode worker is started with; built by the cluster's configuration, which alone has defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..engine.params import EngineParams
+from ..kv_transfer.params import TransferParams
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParams:
+    """The same for all ranks of the worker. Times in seconds."""
+
+    worker_id: str
+    incarnation: str
+    engine: EngineParams
+    transfer: TransferParams
+    host: str  # on which the Worker service and the rank channel listen
+    port: int  # of the Worker service; 0: any free one
+    secret: bytes  # shared by the ranks of this worker: rank channel and tickets
+    rank_timeout_s: float  # start of the ranks, and one collective
+    heartbeat_s: float
+    dead_after_s: float  # a router silent for so long has lost its session
+    max_sequences: int  # choices that run, or hold a reservation, at the same time
+    reserve_wait_s: float  # longest wait for blocks before a reservation is refused
+    commit_timeout_s: float  # from ticket to commit, or from one sign of progress to the next

@@ -1,0 +1,190 @@
+"""The decoder of one rank: embed, then for each layer attend and transform, then logits.
+
+Tensor parallel ranks own whole KV heads with their query heads, columns of the MLP and rows of the vocabulary; partial
+sums meet in `RankGroup.all_reduce` after each attention and each MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import cpu_attention, reference
+from ..kernels.rms_norm import rms_norm
+from ..kernels.rotary import angles, rotate
+from ..kernels.silu_mul import silu_mul
+from .batch import BatchTensors
+from .linear import Linear, Packing, padded_rows
+from .model_config import ModelConfig
+from .paged_kv import PagedKV
+from .params import EngineParams
+from .ranks import RankGroup
+from .rope import inverse_frequencies
+from .weights import LayerWeights, Weights
+
+_SLAB_BYTES = 24 << 20  # of one MLP activation: larger tensors would be mapped anew, page by page, in every step
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer, ready to run."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the layers of one step share."""
+
+    batch: BatchTensors
+    cos: Tensor
+    sin: Tensor
+    kv_rows: Tensor
+    plan: cpu_attention.AttentionPlan | None  # None: not on a CPU
+
+
+class Model:
+    """A model's share on one rank. Call torch.set_num_threads before: bits are verified for the threads at hand."""
+
+    def __init__(self, config: ModelConfig, shard: Weights, params: EngineParams, group: RankGroup) -> None:
+        """Reads and packs the weights, layer by layer."""
+        self._config = config
+        self._group = group
+        self._device = torch.device(params.device)
+        self._layer_group = params.layer_group
+        self._owned = shard.shard
+        self._packing = Packing(params.batch_invariant)
+        self._padded = params.batch_invariant and params.device == "cpu" and shard.dtype == torch.bfloat16
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self._device)
+        self._embedding = shard.embedding().to(self._device)
+        self._layers = [self._prepare(shard.layer(index)) for index in range(config.layers)]
+        self._norm = shard.final_norm().to(self._device)
+        head = shard.head()
+        self._head = self._packing.head(self._embedding if head is None else head.to(self._device))
+        self._logits = torch.empty(0, config.vocab_size, device=self._device)
+
+    def _prepare(self, weights: LayerWeights) -> _Layer:
+        def linear(weight: Tensor, bias: Tensor | None) -> Linear:
+            moved = None if bias is None else bias.to(self._device)
+            return self._packing.linear(weight.to(self._device), moved)
+
+        def vector(weight: Tensor | None) -> Tensor | None:
+            return None if weight is None else weight.to(self._device)
+
+        return _Layer(
+            attention_norm=weights.attention_norm.to(self._device),
+            qkv=linear(weights.qkv, weights.qkv_bias),
+            query_norm=vector(weights.query_norm),
+            key_norm=vector(weights.key_norm),
+            output=linear(weights.output, weights.output_bias),
+            mlp_norm=weights.mlp_norm.to(self._device),
+            gate_up=linear(weights.gate_up, weights.gate_up_bias),
+            down=linear(weights.down, weights.down_bias),
+        )
+
+    @torch.no_grad()
+    def forward(self, batch: BatchTensors, kv: PagedKV, on_layers: Callable[[int, int], None]) -> Tensor:
+        """Run T tokens: their KV goes into the pool, the logits of `batch.logit_rows` come back.
+
+        Returns float32 [R, vocabulary] on rank 0, valid until the next call, and [0, 0] on other ranks.
+        `on_layers(lo, hi)` is called once the KV of layers [lo, hi) of all tokens is in the pool.
+        """
+        hidden = self._embed(batch.token_ids)
+        step = self._prepare_step(batch, kv)
+        announced = 0
+        for index, layer in enumerate(self._layers):
+            query = self._project(layer, hidden, step, kv, index)
+            if index + 1 - announced == self._layer_group or index + 1 == len(self._layers):
+                on_layers(announced, index + 1)
+                announced = index + 1
+            attended = self._attend(query, step, kv, index, hidden.shape[0])
+            hidden = self._add(hidden, layer.output(attended))
+            hidden = self._mlp(layer, hidden)
+        return self._head_logits(hidden, batch.logit_rows)
+
+    def _prepare_step(self, batch: BatchTensors, kv: PagedKV) -> _Step:
+        factor = self._config.rope.attention_factor
+        cos, sin = angles(batch.positions, self._frequencies, factor, self._embedding.dtype)
+        plan = None
+        if self._device.type == "cpu":
+            plan = cpu_attention.plan_attention(batch.cu_seqlens, batch.context_lens, batch.block_tables, kv.key(0))
+        return _Step(batch, cos, sin, cpu_attention.kv_rows(batch.slots, kv.key(0)), plan)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[rows, hidden]: the tokens, and zero rows up to a count that the linears take as it is."""
+        extra = padded_rows(len(token_ids)) - len(token_ids) if self._padded else 0
+        if self._group.size == 1:
+            return F.pad(F.embedding(token_ids, self._embedding), (0, 0, 0, extra))
+        start, stop = self._owned.vocab
+        elsewhere = (token_ids < start) | (token_ids >= stop)
+        rows = F.embedding((token_ids - start).masked_fill(elsewhere, 0), self._embedding)
+        hidden = F.pad(rows.masked_fill_(elsewhere[:, None], 0), (0, 0, 0, extra))
+        self._group.all_reduce(hidden)
+        return hidden
+
+    def _project(self, layer: _Layer, hidden: Tensor, step: _Step, kv: PagedKV, index: int) -> Tensor:
+        """Queries [T, local heads, D], rotated; keys and values go into the pool."""
+        dim = self._config.head_dim
+        queries = self._owned.query_heads[1] - self._owned.query_heads[0]
+        keys = self._owned.kv_heads[1] - self._owned.kv_heads[0]
+        normed = rms_norm(hidden, layer.attention_norm, self._config.rms_eps)
+        heads = layer.qkv(normed)[: len(step.batch.token_ids)].view(-1, queries + 2 * keys, dim)
+        turned = heads[:, : queries + keys]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            eps = self._config.rms_eps
+            normed_queries = rms_norm(turned[:, :queries], layer.query_norm, eps)
+            turned = torch.cat((normed_queries, rms_norm(turned[:, queries:], layer.key_norm, eps)), dim=1)
+        turned = rotate(turned, step.cos, step.sin)
+        cpu_attention.write_kv(kv.key(index), step.kv_rows, turned[:, queries:])
+        cpu_attention.write_kv(kv.value(index), step.kv_rows, heads[:, queries + keys :])
+        return turned[:, :queries]
+
+    def _attend(self, query: Tensor, step: _Step, kv: PagedKV, index: int, rows: int) -> Tensor:
+        """[rows, local heads * D]; rows beyond the tokens are zero."""
+        tokens, heads, dim = query.shape
+        scale = dim**-0.5
+        out = query.new_zeros(rows, heads, dim)
+        keys, values, batch = kv.key(index), kv.value(index), step.batch
+        if step.plan is not None:
+            cpu_attention.paged_attention(query, keys, values, step.plan, scale, out[:tokens])
+        else:
+            out[:tokens] = reference.paged_attention(
+                query, keys, values, batch.cu_seqlens, batch.context_lens, batch.block_tables, scale
+            )
+        return out.view(rows, heads * dim)
+
+    def _mlp(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        normed = rms_norm(hidden, layer.mlp_norm, self._config.rms_eps)
+        width = 2 * (self._owned.mlp[1] - self._owned.mlp[0]) * hidden.element_size()
+        slab = max(512, _SLAB_BYTES // width // 512 * 512)
+        if len(normed) <= slab:
+            return self._add(hidden, layer.down(silu_mul(layer.gate_up(normed))))
+        return self._add(
+            hidden, torch.cat([layer.down(silu_mul(layer.gate_up(part))) for part in torch.split(normed, slab)])
+        )
+
+    def _add(self, hidden: Tensor, part: Tensor) -> Tensor:
+        """The residual stream plus the sum of all ranks' parts."""
+        self._group.all_reduce(part)
+        return part.add_(hidden)
+
+    def _head_logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        last = rms_norm(hidden[rows], self._norm, self._config.rms_eps)
+        local = self._head(last) if len(rows) else last.new_empty(0, self._owned.vocab[1] - self._owned.vocab[0])
+        gathered = self._group.gather_columns(local, self._owned.vocab_widths)
+        if self._group.rank:
+            return gathered.new_empty(0, 0, dtype=torch.float32)
+        if len(self._logits) < len(rows):
+            self._logits = torch.empty(len(rows), self._config.vocab_size, device=self._device)
+        return self._logits[: len(rows)].copy_(gathered)

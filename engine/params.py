@@ -1,0 +1,27 @@
+"""What one engine is built from: resolved values only, without defaults (those are in the cluster's configuration)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParams:
+    """The engine of one worker; every rank of the worker has the same."""
+
+    model_path: str  # bundled name, Hugging Face directory or .gguf file
+    dtype: str  # float32 | bfloat16
+    device: Device
+    threads: int  # of torch, per rank
+    block_size: int  # tokens
+    kv_blocks: int | None  # pool size in blocks; None: from kv_bytes
+    kv_bytes: int  # pool size per rank, in bytes; used where kv_blocks is None
+    kv_dtype: str  # auto (= dtype) | float32 | bfloat16
+    max_model_len: int | None  # tokens; None: what the model was trained for
+    batch_invariant: bool  # the same bits whatever the batch, the chunk and the block size
+    prefix_cache: bool
+    layer_group: int  # layers whose KV is announced together
+    tensor_parallel: int  # ranks

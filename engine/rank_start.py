@@ -1,0 +1,114 @@
+"""Bringing the ranks of one worker together: channel, process group, model; and what followers say when they are up."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .channel import FollowerChannel, LeaderChannel, Message, RankLost
+from .params import EngineParams
+from .ranks import RankGroup, SingleRank, TorchGroup
+from .runner import Runner
+
+Report = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankParams:
+    """How the ranks of a worker find each other. `timeout_s`: for their start, and for one collective."""
+
+    host: str
+    secret: bytes
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankMessage:
+    """Queue item: what a follower reported."""
+
+    rank: int
+    message: Message
+
+
+def start_leader(
+    engine: EngineParams,
+    ranks: RankParams,
+    on_message: Callable[[RankMessage], None],
+    on_lost: Callable[[RankLost], None],
+    report: Report,
+) -> tuple[Runner, LeaderChannel | None]:
+    """Rank 0's model, and its line to the followers (None for a single rank).
+
+    Reports "channel" with the address that followers connect to, and "loading" with bytes done and in total. Raises
+    RankLost when a follower does not come, ConfigError for what cannot run.
+    """
+
+    def progress(done: int, total: int) -> None:
+        report("loading", {"done": done, "total": total})
+
+    if engine.tensor_parallel == 1:
+        return Runner(engine, SingleRank(), progress, None), None
+    channel = LeaderChannel.bind(
+        ranks.host,
+        ranks.secret,
+        ranks.timeout_s,
+        lambda rank, message: on_message(RankMessage(rank, message)),
+        on_lost,
+    )
+    try:
+        report("channel", {"address": channel.address})
+        channel.accept(engine.tensor_parallel, ranks.timeout_s)
+        group = _join(channel, engine, ranks, 0)
+        runner = Runner(engine, group, progress, lambda plan: channel.broadcast({"kind": "step", "plan": plan}))
+    except BaseException:
+        channel.close()
+        raise
+    return runner, channel
+
+
+def start_follower(
+    engine: EngineParams, ranks: RankParams, rank: int, leader_address: str
+) -> tuple[Runner, FollowerChannel]:
+    """Rank `rank`'s model, and its line to the leader. Raises RankLost, ConfigError."""
+    channel = FollowerChannel.connect(leader_address, rank, ranks.secret, ranks.timeout_s)
+    try:
+        group = _join(channel, engine, ranks, rank)
+        runner = Runner(engine, group, _no_progress, broadcast=None)
+    except BaseException:
+        channel.close()
+        raise
+    return runner, channel
+
+
+def await_followers(inbox: queue.SimpleQueue[object], size: int, timeout_s: float) -> dict[int, Message]:
+    """What followers said with "ready", by rank; other items stay in the inbox. Raises RankLost naming the silent."""
+    ready: dict[int, Message] = {}
+    others: list[object] = []
+    deadline = time.monotonic() + timeout_s
+    while missing := set(range(1, size)) - ready.keys():
+        try:
+            item = inbox.get(timeout=max(0.001, deadline - time.monotonic()))
+        except queue.Empty:
+            raise RankLost(f"rank(s) {sorted(missing)} did not load within {timeout_s:g} s") from None
+        if isinstance(item, RankLost):
+            raise item
+        if isinstance(item, RankMessage) and item.message["kind"] == "ready":
+            ready[item.rank] = item.message
+        else:
+            others.append(item)
+    for item in others:
+        inbox.put(item)
+    return ready
+
+
+def _no_progress(done: int, total: int) -> None:
+    """The leader's progress stands for all: the ranks load at the same time."""
+
+
+def _join(channel: LeaderChannel | FollowerChannel, engine: EngineParams, ranks: RankParams, rank: int) -> RankGroup:
+    backend = "nccl" if engine.device == "cuda" else "gloo"
+    size = engine.tensor_parallel
+    return TorchGroup.join(channel, backend, rank, size, ranks.timeout_s, ranks.host, engine.batch_invariant)

@@ -1,0 +1,169 @@
+"""One rank of the engine: loads the model, owns the KV pool, and runs step plans.
+
+On the leader a step plan is sent to the followers first, then every rank runs the same batch, and the leader samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..proto.errors import ConfigError
+from ..proto.kv_layout import KVLayout, block_count
+from ..text.source import resolve
+from .batch import BatchTensors
+from .model import Model
+from .model_config import ModelConfig, load_config
+from .paged_kv import DTYPES, PagedKV, bytes_per_block
+from .params import EngineParams
+from .partition import head_ranges
+from .ranks import RankGroup
+from .sampler import sample
+from .step import DRAWN_BY_LEADER, Kind, OnLayers, SampledToken, SequenceStep, pack_plan
+from .weights import Weights
+
+_log = logging.getLogger(__name__)
+_MODEL_DTYPES = ("float32", "bfloat16")
+
+
+class Runner:
+    """A loaded model with its KV pool. Steps come from one thread; transfer threads use `kv` meanwhile.
+
+    `broadcast` sends a packed plan to all followers; None on followers and where there are none. Raises ConfigError
+    for anything that cannot run here, as far as possible before the weights are read.
+    """
+
+    def __init__(
+        self,
+        params: EngineParams,
+        group: RankGroup,
+        progress: Callable[[int, int], None],
+        broadcast: Callable[[bytes], None] | None,
+    ) -> None:
+        _check(params)
+        torch.set_num_threads(params.threads)
+        source = resolve(params.model_path)
+        self.config = load_config(source)
+        dtype = DTYPES[params.dtype]
+        weights = Weights.open(source, self.config, dtype, group.rank, params.tensor_parallel, progress)
+        self.max_model_len = _max_model_len(params, self.config)
+        self.layout = _layout(params, self.config, weights.fingerprint)
+        self.blocks = _pool_blocks(params, self.layout)
+        self.kv = PagedKV(self.layout, group.rank, self.blocks, torch.device(params.device))
+        plan = weights.memory_plan()
+        _log.info(
+            "rank %d of %d on %s: %d thread(s), %s; weights %.0f MiB (loading %.0f); %d KV blocks of %d tokens",
+            *(group.rank, params.tensor_parallel, params.device, torch.get_num_threads(), params.dtype),
+            *(plan.resident / 2**20, plan.peak / 2**20, self.blocks, params.block_size),
+        )
+        if block_count(self.max_model_len, params.block_size) > self.blocks:
+            _log.warning(
+                "the KV pool holds %d tokens, less than the context of %d: longer requests are refused",
+                self.blocks * params.block_size,
+                self.max_model_len,
+            )
+        self._model = Model(self.config, weights, params, group)
+        self._device = torch.device(params.device)
+        self._broadcast = broadcast
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the logits."""
+        return self.config.vocab_size
+
+    def prefill(self, steps: Sequence[SequenceStep], on_layers: OnLayers) -> list[list[SampledToken]]:
+        """Run chunks of prompts. `on_layers(lo, hi)`: the KV of these layers of all the chunks is in the pool.
+
+        Returns, for each step with a draw and in their order, one token for each of its choices.
+        """
+        return self._lead("prefill", steps, on_layers)
+
+    def decode(self, steps: Sequence[SequenceStep]) -> list[list[SampledToken]]:
+        """Run one step of running sequences; the same as `prefill` without interest in the layers."""
+        return self._lead("decode", steps, _ignore)
+
+    def follow(self, kind: Kind, steps: Sequence[SequenceStep], on_layers: OnLayers) -> None:
+        """Run a plan of the leader on another rank."""
+        self._forward(steps, on_layers if kind == "prefill" else _ignore)
+
+    def warm_up(self) -> float:
+        """Run one token through every kernel and collective; returns the seconds of a second such step.
+
+        Uses block 0, so only before the pool is in use. The steps bear an empty request id.
+        """
+        draw = DRAWN_BY_LEADER
+        step = SequenceStep("", 0, 0, [0], 0, [0], draw)
+        self.prefill([step], _ignore)
+        started = time.perf_counter()
+        self.decode([step])
+        return time.perf_counter() - started
+
+    def _lead(self, kind: Kind, steps: Sequence[SequenceStep], on_layers: OnLayers) -> list[list[SampledToken]]:
+        if self._broadcast is not None:
+            self._broadcast(pack_plan(kind, steps))
+        logits = self._forward(steps, on_layers)
+        draws = [step.draw for step in steps if step.draw is not None]
+        with torch.inference_mode():
+            return sample(logits, draws)
+
+    def _forward(self, steps: Sequence[SequenceStep], on_layers: OnLayers) -> torch.Tensor:
+        with torch.inference_mode():
+            batch = BatchTensors.build(steps, self.layout.block_size, self._device)
+            return self._model.forward(batch, self.kv, on_layers)
+
+
+def _ignore(low: int, high: int) -> None:
+    """Nobody waits for the layers."""
+
+
+def _check(params: EngineParams) -> None:
+    """What can be refused before anything is read."""
+    if params.dtype not in _MODEL_DTYPES:
+        raise ConfigError(f"model.dtype: {params.dtype!r} is not one of {', '.join(_MODEL_DTYPES)}")
+    if params.kv_dtype not in ("auto", params.dtype):
+        raise ConfigError(
+            f"kv.dtype: {params.kv_dtype!r} differs from model.dtype {params.dtype!r}, which is not supported; use auto"
+        )
+    if params.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is not available here (no GPU, or a torch build without CUDA); use cpu")
+    for name in ("threads", "block_size", "layer_group", "tensor_parallel"):
+        if getattr(params, name) < 1:
+            raise ConfigError(f"{name}: {getattr(params, name)} must be at least 1")
+
+
+def _max_model_len(params: EngineParams, config: ModelConfig) -> int:
+    wanted = params.max_model_len
+    if wanted is None:
+        return config.max_positions
+    if not 1 <= wanted <= config.max_positions:
+        raise ConfigError(f"max_model_len: {wanted} is outside 1..{config.max_positions}, the context of the model")
+    return wanted
+
+
+def _layout(params: EngineParams, config: ModelConfig, fingerprint: str) -> KVLayout:
+    return KVLayout(
+        fingerprint=fingerprint,
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rope=config.rope.describe(),
+        dtype=params.dtype,
+        block_size=params.block_size,
+        head_ranges=head_ranges(config.kv_heads, params.tensor_parallel),
+    )
+
+
+def _pool_blocks(params: EngineParams, layout: KVLayout) -> int:
+    """Blocks of the pool: the same number on all ranks, so the rank with the most heads decides."""
+    if params.kv_blocks is not None:
+        if params.kv_blocks < 1:
+            raise ConfigError(f"kv_blocks: {params.kv_blocks} must be at least 1")
+        return params.kv_blocks
+    largest = max(bytes_per_block(layout, rank) for rank in range(layout.tensor_parallel))
+    blocks = params.kv_bytes // largest
+    if blocks < 1:
+        raise ConfigError(f"kv.memory: {params.kv_bytes} bytes hold no block; one takes {largest}")
+    return blocks

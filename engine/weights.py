@@ -1,0 +1,296 @@
+"""One rank's share of a model's weights, read when the model asks for them, layer by layer.
+
+All names and shapes are checked against the configuration first: every parameter is there exactly once, and nothing is
+left over. What is read is already cut for the rank, fused (q, k and v; gate and up) and in the engine's dtype, so the
+peak beside the finished model is one layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..proto.errors import ConfigError
+from ..text.source import ModelSource
+from .linear import PROBE_BYTES
+from .model_config import ModelConfig
+from .partition import Range, head_ranges, query_ranges, split
+from .tensor_store import TensorStore
+from .weights_gguf import GGUFStore
+from .weights_hf import SafetensorsStore
+
+Progress = Callable[[int, int], None]
+_CHUNK_BYTES = 4 << 20  # of float32, while a tensor is converted (and a few times that inside the conversion)
+# Left by old converters: recomputed from the configuration, or already part of it.
+_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight")
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer, cut for one rank. Linear weights are [outputs, inputs]; biases of split sums are on rank 0 only."""
+
+    attention_norm: Tensor
+    qkv: Tensor  # the rank's query heads, then its key heads, then its value heads
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor  # the rank's gate rows, then its up rows
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank owns, as [start, stop)."""
+
+    rank: int
+    query_heads: Range
+    kv_heads: Range
+    mlp: Range
+    vocab: Range
+    vocab_widths: tuple[int, ...]  # rows of the vocabulary on every rank
+
+    @staticmethod
+    def of(config: ModelConfig, rank: int, ranks: int) -> Shard:
+        """Raises ConfigError where the model cannot be split so."""
+        vocab = split(config.vocab_size, ranks)
+        return Shard(
+            rank=rank,
+            query_heads=query_ranges(config.heads, config.kv_heads, ranks)[rank],
+            kv_heads=head_ranges(config.kv_heads, ranks)[rank],
+            mlp=split(config.intermediate, ranks)[rank],
+            vocab=vocab[rank],
+            vocab_widths=tuple(stop - start for start, stop in vocab),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes that one rank's weights take: when loaded, and at the highest point of loading."""
+
+    resident: int
+    peak: int
+
+
+class Weights:
+    """The reader of one rank."""
+
+    def __init__(self, config: ModelConfig, store: TensorStore, shard: Shard, dtype: torch.dtype, report: Progress):
+        """`report(done, total)` gets bytes of the files. Raises ConfigError: missing, extra or misshapen tensors."""
+        _check_tensors(config, store)
+        self.config = config
+        self.shard = shard
+        self.dtype = dtype
+        self._store = store
+        self._report = report
+        self._done = 0
+        self._total = _file_bytes(config, store, shard)
+
+    @staticmethod
+    def open(
+        source: ModelSource, config: ModelConfig, dtype: torch.dtype, rank: int, ranks: int, report: Progress
+    ) -> Weights:
+        """The weights of `source` for one of `ranks` ranks; only headers are read here. Raises ConfigError."""
+        store: TensorStore
+        store = GGUFStore(source.path, config.head_dim) if source.kind == "gguf" else SafetensorsStore(source.path)
+        return Weights(config, store, Shard.of(config, rank, ranks), dtype, report)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the whole model, whatever the tensor parallelism: settings, names, shapes and samples of the bytes."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
+        for name in sorted(_expected(self.config)):
+            tensor = self._store.tensors[name]
+            digest.update(f"{name} {tensor.shape} {tensor.kind}\n".encode())
+            with tensor.file.open("rb") as file:
+                for quarter in range(5):
+                    file.seek(tensor.offset + max(0, tensor.size - 256) * quarter // 4)
+                    digest.update(file.read(min(256, tensor.size)))
+        return digest.hexdigest()
+
+    def memory_plan(self) -> MemoryPlan:
+        """What loading will take, before anything is loaded. Packed bfloat16 heads cost a second copy when tied."""
+        config, shard = self.config, self.shard
+        unit = self.dtype.itemsize
+        vocab = (shard.vocab[1] - shard.vocab[0]) * config.hidden * unit
+        layer = self._layer_elements() * unit
+        copies = 1 if config.tied and self.dtype == torch.float32 else 2
+        resident = copies * vocab + config.layers * layer
+        mlp = 2 * (shard.mlp[1] - shard.mlp[0]) * config.hidden * unit
+        packing = PROBE_BYTES + 3 * mlp if self.dtype == torch.bfloat16 else 0
+        loose = max(layer, 0 if config.tied else vocab)  # read, and not yet packed
+        return MemoryPlan(resident, resident + loose + packing + 8 * _CHUNK_BYTES)
+
+    def _layer_elements(self) -> int:
+        config, shard = self.config, self.shard
+        query = (shard.query_heads[1] - shard.query_heads[0]) * config.head_dim
+        kv = (shard.kv_heads[1] - shard.kv_heads[0]) * config.head_dim
+        mlp = shard.mlp[1] - shard.mlp[0]
+        return config.hidden * (2 * query + 2 * kv + 3 * mlp + 2)
+
+    def embedding(self) -> Tensor:
+        """[the rank's vocabulary, hidden]."""
+        return self._rows(_EMBEDDING, self.shard.vocab)
+
+    def final_norm(self) -> Tensor:
+        """[hidden]."""
+        return self._vector(_NORM, None)
+
+    def head(self) -> Tensor | None:
+        """[the rank's vocabulary, hidden], or None when the embedding serves as head."""
+        return None if self.config.tied else self._rows(_HEAD, self.shard.vocab)
+
+    def layer(self, index: int) -> LayerWeights:
+        """The tensors of layer `index`."""
+        config, shard, prefix = self.config, self.shard, f"model.layers.{index}."
+        dim = config.head_dim
+        query = (shard.query_heads[0] * dim, shard.query_heads[1] * dim)
+        kv = (shard.kv_heads[0] * dim, shard.kv_heads[1] * dim)
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qkv = [(attention + "q_proj", query), (attention + "k_proj", kv), (attention + "v_proj", kv)]
+        gate_up = [(mlp + "gate_proj", shard.mlp), (mlp + "up_proj", shard.mlp)]
+        leading = shard.rank == 0
+        return LayerWeights(
+            attention_norm=self._vector(prefix + "input_layernorm.weight", None),
+            qkv=self._fused(qkv),
+            qkv_bias=self._fused_bias(qkv) if config.attention_bias else None,
+            query_norm=self._vector(attention + "q_norm.weight", None) if config.qk_norm else None,
+            key_norm=self._vector(attention + "k_norm.weight", None) if config.qk_norm else None,
+            output=self._columns(attention + "o_proj.weight", query),
+            output_bias=self._vector(attention + "o_proj.bias", None) if config.output_bias and leading else None,
+            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight", None),
+            gate_up=self._fused(gate_up),
+            gate_up_bias=self._fused_bias(gate_up) if config.mlp_bias else None,
+            down=self._columns(mlp + "down_proj.weight", shard.mlp),
+            down_bias=self._vector(mlp + "down_proj.bias", None) if config.mlp_bias and leading else None,
+        )
+
+    def _fused(self, parts: Sequence[tuple[str, Range]]) -> Tensor:
+        out = torch.empty(sum(stop - start for _, (start, stop) in parts), self.config.hidden, dtype=self.dtype)
+        at = 0
+        for name, rows in parts:
+            size = rows[1] - rows[0]
+            self._fill(out[at : at + size], f"{name}.weight", rows, (0, self.config.hidden))
+            at += size
+        return out
+
+    def _fused_bias(self, parts: Sequence[tuple[str, Range]]) -> Tensor:
+        return torch.cat([self._vector(f"{name}.bias", rows) for name, rows in parts])
+
+    def _rows(self, name: str, rows: Range) -> Tensor:
+        out = torch.empty(rows[1] - rows[0], self.config.hidden, dtype=self.dtype)
+        self._fill(out, name, rows, (0, self.config.hidden))
+        return out
+
+    def _columns(self, name: str, columns: Range) -> Tensor:
+        out = torch.empty(self.config.hidden, columns[1] - columns[0], dtype=self.dtype)
+        self._fill(out, name, (0, self.config.hidden), columns)
+        return out
+
+    def _vector(self, name: str, rows: Range | None) -> Tensor:
+        tensor = self._store.tensors[name]
+        start, stop = rows or (0, tensor.shape[0])
+        self._advance((stop - start) * tensor.row_bytes)
+        return self._store.read(name, start, stop).to(self.dtype)
+
+    def _fill(self, out: Tensor, name: str, rows: Range, columns: Range) -> None:
+        """Convert in pieces of whole heads, so that no float32 copy of a large tensor is ever made."""
+        tensor = self._store.tensors[name]
+        dim = self.config.head_dim
+        step = max(1, _CHUNK_BYTES // (4 * tensor.shape[1] * dim)) * dim
+        for start in range(rows[0], rows[1], step):
+            stop = min(start + step, rows[1])
+            piece = self._store.read(name, start, stop)
+            out[start - rows[0] : stop - rows[0]].copy_(piece[:, columns[0] : columns[1]])
+            self._advance((stop - start) * tensor.row_bytes)
+
+    def _advance(self, size: int) -> None:
+        self._done += size
+        self._report(self._done, self._total)
+
+
+def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model with its shape."""
+    hidden, inner = config.hidden, config.intermediate
+    query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _NORM: (hidden,)}
+    if not config.tied:
+        shapes[_HEAD] = (config.vocab_size, hidden)
+    linears: Iterable[tuple[str, int, int, bool]] = (
+        ("self_attn.q_proj", query, hidden, config.attention_bias),
+        ("self_attn.k_proj", kv, hidden, config.attention_bias),
+        ("self_attn.v_proj", kv, hidden, config.attention_bias),
+        ("self_attn.o_proj", hidden, query, config.output_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}{norm}.weight"] = (hidden,)
+        if config.qk_norm:
+            for norm in ("self_attn.q_norm", "self_attn.k_norm"):
+                shapes[f"{prefix}{norm}.weight"] = (config.head_dim,)
+        for name, rows, columns, bias in linears:
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+    return shapes
+
+
+def _check_tensors(config: ModelConfig, store: TensorStore) -> None:
+    expected, found = _expected(config), store.tensors
+    redundant = {_HEAD} if config.tied else set()
+    missing = sorted(set(expected) - set(found))
+    extra = sorted(name for name in set(found) - set(expected) - redundant if not _IGNORED.fullmatch(name))
+    shapes = [
+        f"{name} is {list(found[name].shape)}, must be {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in found and found[name].shape != shape
+    ]
+    problems = [
+        f"{title}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        for title, names in (("missing tensors", missing), ("unexpected tensors", extra), ("wrong shapes", shapes))
+        if names
+    ]
+    if _HEAD in missing:
+        problems.append("(tie_word_embeddings is false, so the head must be there)")
+    if problems:
+        where = next(iter(found.values())).file if found else "the checkpoint"
+        raise ConfigError(f"{where}: {'; '.join(problems)}")
+
+
+def _file_bytes(config: ModelConfig, store: TensorStore, shard: Shard) -> int:
+    """Bytes of the files that one rank reads, as `Weights._advance` counts them."""
+    heads = {"q_proj": (shard.query_heads, config.head_dim), "k_proj": (shard.kv_heads, config.head_dim)}
+    heads["v_proj"] = heads["k_proj"]
+    total = 0
+    for name in _expected(config):
+        tensor = store.tensors[name]
+        part = name.split(".")[-2]
+        rows = tensor.shape[0]
+        if part in heads:
+            (start, stop), dim = heads[part]
+            rows = (stop - start) * dim
+        elif part in ("gate_proj", "up_proj"):
+            rows = shard.mlp[1] - shard.mlp[0]
+        elif name in (_EMBEDDING, _HEAD):
+            rows = shard.vocab[1] - shard.vocab[0]
+        elif name.endswith(("o_proj.bias", "down_proj.bias")) and shard.rank:
+            rows = 0
+        total += rows * tensor.row_bytes
+    return total

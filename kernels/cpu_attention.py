@@ -1,0 +1,221 @@
+"""Paged attention on a CPU: gather a sequence's pages, then torch's flash kernel, called so that the bits do not depend
+on the batch, the chunk or the block size.
+
+What that takes (all checked in tests/test_kernels_cpu_attention.py):
+- keys start at absolute position 0 and are padded with masked ones to a multiple of 64. The flash kernel walks them in
+  steps of 512, and a masked key adds exactly zero to every sum.
+- at least `_MIN_ROWS` query rows: one or two rows take another path of the matrix product.
+- one head per batch entry: with four or more heads the kernel may choose, by the amount of work, a packed path with
+  other bits.
+Query heads that share a KV head are rows of one product in decode, and share the gathered pages in prefill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+_KEY_STEP = 64  # keys are padded to a multiple of this
+_MIN_ROWS = {torch.float32: 16}
+_MIN_ROWS_REDUCED = 4
+_GROUP_BYTES = 4 << 20  # of gathered keys for one call in decode: small enough for the cache
+_MAX_WASTE = 1.25  # padded keys over real ones, when sequences of different lengths share a call
+_QUERY_SLAB = 256  # queries of one call in prefill; later keys are not read for them
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """How to gather the keys of some sequences: rows of the pool seen as [blocks * heads, block_size * D]."""
+
+    rows: Tensor  # int64 [sequences * heads * blocks]
+    stale: Tensor  # int64: rows of the gathered [.., D] behind each sequence's end, to be zeroed
+    heads: int  # sequences * heads
+    span: int  # gathered keys of each head
+    keys: int  # multiple of 64 <= span
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """Sequences with one new token each, in one call."""
+
+    tokens: Tensor  # int64 [g]: rows of the step
+    pages: _Pages
+    mask: Tensor  # float32 [g * heads, 1, 1, keys]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """One sequence with several new tokens."""
+
+    start: int  # rows of the step
+    stop: int
+    context: int  # tokens of the sequence, the new ones included
+    pages: _Pages
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Everything about a step's attention that is the same in each layer."""
+
+    decode: tuple[_Decode, ...]
+    prefill: tuple[_Prefill, ...]
+
+
+def plan_attention(
+    cu_seqlens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    pool: Tensor,
+) -> AttentionPlan:
+    """Plan a step over pools shaped like `pool` [blocks, H, block_size, D].
+
+    The tokens of sequence i are rows cu_seqlens[i]:cu_seqlens[i + 1], the last ones of its context_lens[i] tokens.
+    """
+    counts = [stop - start for start, stop in pairwise(cu_seqlens)]
+    single = sorted((i for i, count in enumerate(counts) if count == 1), key=lambda i: context_lens[i])
+    decode = []
+    for members in _group(single, context_lens, pool):
+        tables = [block_tables[i] for i in members]
+        lengths = [context_lens[i] for i in members]
+        pages = _plan_pages(tables, lengths, pool)
+        mask = torch.zeros(len(members), 1, pages.keys)
+        for row, length in enumerate(lengths):
+            mask[row, :, length:] = -math.inf
+        mask = mask.expand(-1, pool.shape[1], -1).reshape(-1, 1, 1, pages.keys)
+        decode.append(_Decode(torch.tensor([cu_seqlens[i] for i in members]), pages, mask))
+    prefill = [
+        _Prefill(
+            cu_seqlens[i], cu_seqlens[i + 1], context_lens[i], _plan_pages([block_tables[i]], [context_lens[i]], pool)
+        )
+        for i, count in enumerate(counts)
+        if count > 1
+    ]
+    return AttentionPlan(tuple(decode), tuple(prefill))
+
+
+def _group(ascending: Sequence[int], lengths: Sequence[int], pool: Tensor) -> list[list[int]]:
+    """Cut sequences, shortest first, into calls that waste little padding and fit the cache."""
+    row_bytes = pool.shape[1] * pool.shape[3] * pool.element_size()
+    groups: list[list[int]] = []
+    real = 0
+    for i in ascending:
+        keys = _padded(lengths[i])
+        members = len(groups[-1]) + 1 if groups else 0
+        real += keys
+        if not groups or members * keys > _MAX_WASTE * real or members * keys * row_bytes > _GROUP_BYTES:
+            groups.append([])
+            real = keys
+        groups[-1].append(i)
+    return groups
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // _KEY_STEP) * _KEY_STEP
+
+
+def _plan_pages(tables: Sequence[Sequence[int]], lengths: Sequence[int], pool: Tensor) -> _Pages:
+    _, heads, size, _ = pool.shape
+    keys = _padded(max(lengths))
+    blocks = -(-keys // size)
+    span = blocks * size
+    table = torch.empty(len(tables), blocks, dtype=torch.int64)
+    for row, (ids, length) in enumerate(zip(tables, lengths, strict=True)):
+        used = -(-length // size)
+        table[row, :used] = torch.tensor(ids[:used], dtype=torch.int64)
+        table[row, used:] = ids[0]
+    rows = (table[:, None, :] * heads + torch.arange(heads)[None, :, None]).reshape(-1)
+    behind = torch.arange(span)[None, :] >= torch.tensor(lengths)[:, None]
+    stale = behind[:, None, :].expand(-1, heads, -1).reshape(-1).nonzero().squeeze(1)
+    return _Pages(rows, stale, len(tables) * heads, span, keys)
+
+
+def write_kv(pool: Tensor, rows: Tensor, heads: Tensor) -> None:
+    """Put heads [T, H, D] into pool [blocks, H, block_size, D] at `rows` from `kv_rows`."""
+    pool.view(-1, pool.shape[3]).index_copy_(0, rows, heads.reshape(-1, pool.shape[3]).to(pool.dtype))
+
+
+def kv_rows(slots: Tensor, pool: Tensor) -> Tensor:
+    """Where the heads of tokens at slots int64 [T] (block * block_size + offset) lie in the pool seen as [rows, D]."""
+    _, heads, size, _ = pool.shape
+    block, offset = slots // size, slots % size
+    return ((block[:, None] * heads + torch.arange(heads, device=slots.device)) * size + offset[:, None]).reshape(-1)
+
+
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float, out: Tensor
+) -> None:
+    """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, D] into out [T, Hq, D]."""
+    dtype = query.dtype
+    query = query.to(keys.dtype)
+    for group in plan.decode:
+        out[group.tokens] = _decode(query, keys, values, group, scale).to(dtype)
+    for piece in plan.prefill:
+        _prefill(query, keys, values, piece, scale, out)
+
+
+def _gather(pool: Tensor, pages: _Pages) -> Tensor:
+    """[heads, 1, keys, D], zero behind each sequence's end: whatever is left there must not reach a product."""
+    dim = pool.shape[3]
+    picked = torch.embedding(pool.view(-1, pool.shape[2] * dim), pages.rows)
+    picked.view(-1, dim).index_fill_(0, pages.stale, 0)
+    return picked.view(pages.heads, 1, pages.span, dim)[:, :, : pages.keys]
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[heads, 1, rows, D]."""
+    result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, False, attn_mask=mask, scale=scale
+    )[0]
+    return result
+
+
+def _min_rows(query: Tensor) -> int:
+    return _MIN_ROWS.get(query.dtype, _MIN_ROWS_REDUCED)
+
+
+def _decode(query: Tensor, keys: Tensor, values: Tensor, group: _Decode, scale: float) -> Tensor:
+    """[g, Hq, D]."""
+    picked = query[group.tokens]
+    count, query_heads, dim = picked.shape
+    share = query_heads // keys.shape[1]
+    rows = picked.view(group.pages.heads, 1, share, dim)
+    if share < _min_rows(query):
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, _min_rows(query) - share))
+    result = _flash(rows, _gather(keys, group.pages), _gather(values, group.pages), group.mask, scale)
+    return result[:, :, :share].reshape(count, query_heads, dim)
+
+
+def _prefill(query: Tensor, keys: Tensor, values: Tensor, piece: _Prefill, scale: float, out: Tensor) -> None:
+    k, v = _gather(keys, piece.pages), _gather(values, piece.pages)
+    first = piece.context - (piece.stop - piece.start)  # absolute position of the first new token
+    for start in range(piece.start, piece.stop, _QUERY_SLAB):
+        stop = min(start + _QUERY_SLAB, piece.stop)
+        seen = first + stop - piece.start
+        used = min(_padded(seen), piece.pages.keys)
+        _slab(query[start:stop], k[:, :, :used], v[:, :, :used], seen, scale, out[start:stop])
+
+
+def _slab(query: Tensor, keys: Tensor, values: Tensor, seen: int, scale: float, out: Tensor) -> None:
+    """Queries [n, Hq, D] whose last one sees the first `seen` keys.
+
+    They run in reverse order: then the mask of row i and key j depends on i + j alone, so one vector is the whole mask.
+    """
+    count, query_heads, dim = query.shape
+    heads, _, used, _ = keys.shape
+    rows = max(count, _min_rows(query))
+    reversed_query = query.flip(0)
+    if rows > count:
+        reversed_query = torch.nn.functional.pad(reversed_query, (0, 0, 0, 0, 0, rows - count))
+    by_share = reversed_query.view(rows, heads, query_heads // heads, dim).permute(2, 1, 0, 3)
+    diagonal = torch.zeros(used + rows)
+    diagonal[seen:] = -math.inf
+    mask = diagonal.as_strided((1, 1, rows, used), (0, 0, 1, 1))
+    target = out.view(count, heads, query_heads // heads, dim)
+    for share, share_query in enumerate(by_share):
+        result = _flash(share_query.unsqueeze(1), keys, values, mask, scale)
+        target[:, :, share] = result[:, 0, :count].transpose(0, 1).flip(0)

@@ -1,0 +1,42 @@
+"""Whether one worker's KV can become another's (pure), and the readable difference where it cannot.
+
+Tensor parallelism and block size are converted on the way; everything else must be equal.
+"""
+
+from __future__ import annotations
+
+from ..proto.kv_layout import KVLayout
+
+_EQUAL = ("fingerprint", "layers", "kv_heads", "head_dim", "rope", "dtype")
+
+
+def differences(prefill: KVLayout, decode: KVLayout) -> list[str]:
+    """What stands in the way of sending from `prefill` to `decode`, one line each; empty when nothing does."""
+    found = [
+        f"{name}: prefill has {getattr(prefill, name)!r}, decode has {getattr(decode, name)!r}"
+        for name in _EQUAL
+        if getattr(prefill, name) != getattr(decode, name)
+    ]
+    if found:  # what follows counts heads, which must be believable for that
+        return found
+    for side, layout in (("prefill", prefill), ("decode", decode)):
+        found.extend(f"{side}: {fault}" for fault in _faults(layout))
+    return found
+
+
+def _faults(layout: KVLayout) -> list[str]:
+    """What makes a layout meaningless by itself."""
+    found = [
+        f"{name} is {getattr(layout, name)!r}, not a positive number"
+        for name in ("layers", "kv_heads", "head_dim", "block_size")
+        if type(getattr(layout, name)) is not int or getattr(layout, name) < 1
+    ]
+    if found:
+        return found
+    outside = [span for span in layout.head_ranges if not 0 <= span[0] < span[1] <= layout.kv_heads]
+    if outside:
+        found.append(f"head ranges {outside} are not within {layout.kv_heads} kv heads")
+    held = {head for start, stop in layout.head_ranges for head in range(max(start, 0), min(stop, layout.kv_heads))}
+    if len(held) != layout.kv_heads:
+        found.append(f"{layout.tensor_parallel} ranks hold {len(held)} of {layout.kv_heads} kv heads")
+    return found

@@ -1,0 +1,91 @@
+"""Judging and placing frames on a decode rank: what may be accepted, and the checked write into the pool."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ..proto.errors import InternalError, TransferFailed
+from ..proto.failpoints import reach
+from ..proto.kv_layout import KVLayout
+from .block_store import BlockStore
+from .carriers import bytes_of
+from .events import LegKey
+from .frames import MAX_FRAME_BYTES, RAW, FrameHeader, checksum, payload_bytes, payload_shape, torch_dtype
+from .handoff import ReceiveLeg
+from .plan import Range
+
+
+@dataclass(slots=True, eq=False)
+class ExpectedLeg:
+    """A reservation as the receiver keeps it. `lock` guards `handoff` and every write to the blocks."""
+
+    key: LegKey
+    nonce: bytes
+    blocks: tuple[int, ...]
+    handoff: ReceiveLeg
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class PlacementOwner(Protocol):
+    """What placing needs of the receiver."""
+
+    @property
+    def store(self) -> BlockStore: ...
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def rank(self) -> int: ...
+
+
+class Placement:
+    """Frames from one prefill rank, which sends `heads` (ranges of the model's heads) to this decode rank."""
+
+    def __init__(self, owner: PlacementOwner, source: int, heads: tuple[Range, ...], checked: bool) -> None:
+        self._owner = owner
+        self._source = source
+        self._heads = heads
+        self._checked = checked
+
+    def judge(self, header: FrameHeader, leg: ExpectedLeg) -> None:
+        """Whether the frame may be received. Raises TransferFailed with the reason."""
+        layout, box = self._owner.layout, header.box
+        if (header.dtype, header.codec) != (layout.dtype, RAW):
+            raise TransferFailed(f"frame of {header.dtype}/{header.codec}, expected {layout.dtype}/{RAW}")
+        if self._checked and not header.checked:
+            raise TransferFailed("frame without a checksum")
+        if not any(low <= box.heads[0] and box.heads[1] <= high for low, high in self._heads):
+            raise TransferFailed(f"kv heads {list(box.heads)} do not come from prefill rank {self._source}")
+        with leg.lock:
+            problem = leg.handoff.problem(box)
+        if problem:
+            raise TransferFailed(f"frame of leg {leg.key} refused: {problem}")
+        due = payload_bytes(box, layout.head_dim, layout.dtype)
+        if header.bytes != due or due > MAX_FRAME_BYTES:
+            raise TransferFailed(f"frame of {header.bytes} bytes, its ranges hold {due} (limit {MAX_FRAME_BYTES})")
+
+    def place(self, header: FrameHeader, leg: ExpectedLeg, payload: torch.Tensor) -> bool:
+        """Verify and write one payload (flat uint8). True: that completed the leg's KV.
+
+        Raises TransferFailed when it is corrupt or no longer wanted, InternalError when the pool cannot take it.
+        """
+        if header.checked and checksum(header, bytes_of(payload.cpu())) != header.checksum:
+            raise TransferFailed(
+                f"frame {header.sequence} of leg {leg.key} from prefill rank {self._source} is corrupt"
+            )
+        reach("decode.frame")
+        layout, store, box = self._owner.layout, self._owner.store, header.box
+        first_head = layout.head_ranges[self._owner.rank][0]
+        heads = (box.heads[0] - first_head, box.heads[1] - first_head)
+        shaped = payload.view(torch_dtype(header.dtype)).view(payload_shape(box, layout.head_dim)).to(store.device)
+        with leg.lock:
+            if problem := leg.handoff.problem(box):
+                raise TransferFailed(f"frame of leg {leg.key} refused: {problem}")
+            try:
+                store.scatter(leg.blocks, box.layers, heads, box.tokens, shaped)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise InternalError(f"placing {box}: {error}") from error
+            return leg.handoff.placed(box, self._source, header.bytes)

@@ -1,0 +1,26 @@
+"""What one prefill worker is started with; built by the cluster's configuration, which alone has defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..engine.params import EngineParams
+from ..kv_transfer.params import TransferParams
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillParams:
+    """The same for all ranks of the worker. Times in seconds."""
+
+    worker_id: str
+    incarnation: str
+    engine: EngineParams
+    transfer: TransferParams
+    host: str  # on which the Worker service and the rank channel listen
+    port: int  # of the Worker service; 0: any free one
+    secret: bytes  # shared by the ranks of this worker
+    rank_timeout_s: float  # start of the ranks, and one collective
+    heartbeat_s: float
+    dead_after_s: float  # a router silent for so long has lost its session
+    max_batch_tokens: int  # prompt tokens computed in one step
+    lookahead: int  # batches that a router lets through ahead of the one that runs

@@ -1,0 +1,183 @@
+"""A prefill worker's engine thread: commands and transfer events in, steps of the model, effects carried out.
+
+Each turn: what is late fails, queued prompts get blocks, one step runs, its results are booked. A command that arrives
+while a step runs is booked before the step's results, so a cancel drops the result of the chunk in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Sequence
+
+from ..engine.channel import LeaderChannel
+from ..engine.rank_start import RankMessage
+from ..engine.runner import Runner
+from ..engine.step import SequenceStep
+from ..kv_transfer.events import SendFailed, Sent
+from ..kv_transfer.sender import Sender
+from ..proto import worker_pb2 as pb
+from ..proto.errors import BatonError, InternalError, from_wire
+from ..proto.failpoints import reach
+from ..proto.leg import LegKey, key_of, parse_leg
+from ..proto.worker_loop import Commands, Events, SessionEnded, drain_into, seconds_until
+from .effects import AbandonTransfer, CancelTransfer, Effect, FinishTransfer, OpenTransfer, Tell, failed
+from .legs import PrefillLegs
+
+log = logging.getLogger(__name__)
+
+
+class PrefillEngine:
+    """The `Engine` of a prefill worker: rank 0. `channel` leads to the other ranks; None: there are none."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sender: Sender,
+        channel: LeaderChannel | None,
+        legs: PrefillLegs,
+        inbox: queue.SimpleQueue[object],
+    ) -> None:
+        self._runner = runner
+        self._sender = sender
+        self._channel = channel
+        self._legs = legs
+        self._inbox = inbox
+        self._events: Events = {}
+        self._steps: list[SequenceStep] = []  # scheduled
+
+    def handle(self, item: object) -> None:
+        """Commands, ended sessions, and reports of the transfer on any rank."""
+        match item:
+            case Commands(session, commands):
+                for command in commands:
+                    self._perform(self._command(session, command))
+            case SessionEnded(session):
+                self._perform(self._legs.session_ended(session))
+            case Sent():
+                self._perform(self._legs.sent(0, item))
+            case SendFailed(key, error):
+                self._perform(self._legs.send_failed(key, error))
+            case RankMessage(rank, {"kind": "sent", "leg": (request, attempt, choice), **fields}):
+                report = Sent((request, attempt, choice), **fields)
+                self._perform(self._legs.sent(rank, report))
+            case RankMessage(_, {"kind": "send_failed", "leg": (request, attempt, choice), **fields}):
+                error = from_wire(fields["code"], fields["message"])
+                self._perform(self._legs.send_failed((request, attempt, choice), error))
+            case _:
+                log.warning("not understood: %r", item)
+
+    def schedule(self) -> bool:
+        """What is late fails, queued prompts get blocks, and the next chunks are chosen."""
+        now = time.monotonic()
+        self._perform(self._legs.expire(now))
+        self._perform(self._legs.admit(now))
+        self._steps = self._legs.plan()
+        return bool(self._steps)
+
+    def run(self) -> None:
+        """Compute the chunks; each group of layers is pushed on as soon as it is computed."""
+        steps = self._steps
+        if not self._pass_gate("prefill.chunk", steps):
+            return
+        drawn = self._runner.prefill(steps, lambda low, high: push_layers(self._sender, steps, low, high))
+        if ended := [step for step in steps if step.draw is not None]:
+            self._pass_gate("prefill.after_prefill", ended)
+        drain_into(self._inbox, self)
+        self._perform(self._legs.computed(steps, drawn, time.monotonic()))
+
+    def wake_in(self) -> float | None:
+        """Until the next deadline of a leg that is not computed."""
+        return seconds_until(self._legs.next_deadline())
+
+    def take_events(self) -> Events:
+        """Events since the last call, by session."""
+        events, self._events = self._events, {}
+        return events
+
+    def load(self) -> pb.Load:
+        """The worker in numbers."""
+        return self._legs.load()
+
+    def fail_all(self, error: BatonError) -> None:
+        """Only the routers are told: the ranks may be out of reach."""
+        for effect in self._legs.fail_all(error):
+            if isinstance(effect, Tell):
+                self._events.setdefault(effect.session, []).append(effect.event)
+
+    def _command(self, session: int, command: pb.RouterCommand) -> list[Effect]:
+        match command.WhichOneof("command"):
+            case "prefill":
+                return self._submit(session, command.prefill)
+            case "cancel":
+                return self._legs.cancel(key_of(command.cancel.leg))
+            case "release":
+                return self._legs.release(key_of(command.release.leg))
+            case other:
+                log.warning("a prefill worker takes no %s", other)
+                return []
+
+    def _submit(self, session: int, message: pb.Prefill) -> list[Effect]:
+        try:
+            now = time.monotonic()
+            leg = parse_leg(message.leg, self._runner.vocab_size, self._runner.max_model_len, now)
+            return self._legs.submit(session, leg, message.ticket, now)
+        except BatonError as error:
+            return [Tell(session, failed(key_of(message.leg), error))]
+        except Exception as error:
+            log.exception("a prompt could not be taken in")
+            return [Tell(session, failed(key_of(message.leg), InternalError(str(error))))]
+
+    def _pass_gate(self, point: str, steps: Sequence[SequenceStep]) -> bool:
+        """Tests hold or break the worker here; an error is that of the legs in this step."""
+        try:
+            reach(point)
+        except BatonError as error:
+            for step in steps:
+                self._perform(self._legs.fail((step.request_id, step.attempt, step.first_choice), error))
+            return False
+        return True
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(session, event):
+                    self._events.setdefault(session, []).append(event)
+                case OpenTransfer(key, ticket, blocks, tokens, cached):
+                    fields = {"ticket": ticket, "blocks": blocks, "tokens": tokens, "cached": cached}
+                    self._broadcast({"kind": "open", "leg": key, **fields})
+                    open_transfer(self._sender, self._runner.layout.layers, effect)
+                case FinishTransfer(key, first_tokens):
+                    self._finish(key, first_tokens)
+                case AbandonTransfer(key):
+                    self._broadcast({"kind": "abandon", "leg": key})
+                    self._sender.abandon(key)
+                case CancelTransfer(key):
+                    self._broadcast({"kind": "cancel", "leg": key})
+                    self._sender.cancel(key)
+
+    def _finish(self, key: LegKey, first_tokens: bytes) -> None:
+        try:
+            reach("prefill.done")
+        except BatonError as error:
+            self._perform(self._legs.fail(key, error))
+        else:
+            self._sender.finish(key, first_tokens)
+
+    def _broadcast(self, message: dict[str, object]) -> None:
+        if self._channel is not None:
+            self._channel.broadcast(message)
+
+
+def open_transfer(sender: Sender, layers: int, order: OpenTransfer) -> None:
+    """On each rank: begin to send, with what is in the pool already."""
+    sender.open(order.leg, order.ticket, order.blocks, order.tokens)
+    if order.cached:
+        sender.computed(order.leg, (0, order.cached), (0, layers))
+
+
+def push_layers(sender: Sender, steps: Sequence[SequenceStep], low: int, high: int) -> None:
+    """On each rank: the KV of layers [low, high) of these chunks is in the pool."""
+    for step in steps:
+        sender.computed((step.request_id, step.attempt, step.first_choice), (step.start, step.end), (low, high))

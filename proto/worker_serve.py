@@ -1,0 +1,71 @@
+"""A worker leader's main thread: its gRPC service beside the engine thread, until it is stopped or broken."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import grpc
+
+from . import worker_pb2 as pb
+from . import worker_pb2_grpc
+from .session_server import SERVER_OPTIONS, SessionParams, SessionServer
+from .worker_loop import Commands, Engine, SessionEnded, WorkerLoop
+
+_POLL_S = 0.1  # how often `stop` is looked at
+_LAST_WORDS_S = 1.0  # for the Failed events of a broken engine
+_GRACE_S = 0.2  # for what was handed to gRPC to leave
+_LAST_STEP_S = 30.0
+
+
+class Stop(Protocol):
+    """A threading.Event, or anything that answers as one."""
+
+    def is_set(self) -> bool:
+        """Whether the worker shall end."""
+        ...
+
+
+async def serve_worker(
+    engine: Engine,
+    inbox: queue.SimpleQueue[object],
+    sessions: SessionParams,
+    welcome: pb.Welcome,
+    host: str,
+    port: int,
+    report: Callable[[str, dict[str, Any]], None],
+    stop: Stop,
+) -> None:
+    """Serve until `stop`. Reports "ready" with the address.
+
+    Raises what broke the engine, and RuntimeError when the port is taken.
+    """
+    service = SessionServer(
+        sessions,
+        welcome,
+        on_commands=lambda session, commands: inbox.put(Commands(session, commands)),
+        on_end=lambda session: inbox.put(SessionEnded(session)),
+    )
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+    bound = server.add_insecure_port(f"{host}:{port}")
+    loop = WorkerLoop(engine, inbox, asyncio.get_running_loop(), service.deliver)
+    await server.start()
+    loop.start()
+    try:
+        report("ready", {"address": f"{host}:{bound}", "pid": os.getpid()})
+        while not stop.is_set() and not loop.ended.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await loop.ended.wait()
+        if loop.failure is not None:
+            await service.flush(_LAST_WORDS_S)
+    finally:
+        await server.stop(0 if loop.failure is None else _GRACE_S)
+        await asyncio.to_thread(loop.stop, _LAST_STEP_S)
+    if loop.failure is not None:
+        raise loop.failure

@@ -1,0 +1,304 @@
+"""The router's heart: requests in, their lives driven by the workers' events and the clock, answers out.
+
+Everything here runs on one event loop and decides nothing by itself: request_life.py says what to do, placement.py
+where, gate.py when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+from ..proto import worker_pb2 as pb
+from ..proto.errors import BatonError, Cancelled, DeadlineExceeded, Exhausted, InternalError, Unavailable
+from ..text.tokenizer import Tokenizer
+from . import life_messages as m
+from .dispatch import RETRY_AFTER_S, Dispatcher, model_of
+from .leg_table import LegState
+from .life_messages import Peer
+from .live import Live
+from .metrics import Metrics, RouterState, WorkerState
+from .params import RouterParams
+from .placement import POLICIES
+from .requests import ChoiceEnd, Output, Prepared
+from .sessions import Member, SessionPool
+from .validate import ModelFacts
+from .worker_events import translate
+
+_log = logging.getLogger(__name__)
+
+
+class Answer:
+    """What `Core.submit` hands out. Leave it with `cancel` when the reader goes away before the end."""
+
+    def __init__(self, core: Core, live: Live) -> None:
+        self._core, self._live = core, live
+        self.request_id = live.request_id
+        self.prompt_tokens = len(live.request.prompt_ids)
+
+    def outputs(self) -> AsyncIterator[list[Output]]:
+        """The answer in order; raises the BatonError that ended it. To be read once."""
+        return self._live.mailbox.read()
+
+    def cancel(self) -> None:
+        """Ends the request on every worker; nothing happens when it is over."""
+        self._core.give_up(self._live, Cancelled("the client left"))
+
+
+class Core:
+    """Create it inside the event loop."""
+
+    def __init__(self, params: RouterParams, tokenizer: Tokenizer, rng: random.Random) -> None:
+        self._params = params
+        self._tokenizer = tokenizer
+        self._lives: dict[str, Live] = {}
+        self._work: deque[tuple[Live, m.Event | None]] = deque()
+        self._working = False
+        self._facts: ModelFacts | None = None
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.metrics = Metrics(params.served_name, self.state)
+        self.sessions = SessionPool(params.router_id, params.heartbeat_s, params.dead_after_s, self)
+        policies = POLICIES[params.prefill_placement](), POLICIES[params.decode_placement]()
+        self.dispatcher = Dispatcher(self.sessions, *policies, rng, self._report)
+
+    # ---- towards the frontends -------------------------------------------------------------------------------------
+
+    def facts(self) -> ModelFacts:
+        """Context and vocabulary. Raises Unavailable while no worker has ever been ready."""
+        if self._facts is None:
+            raise Unavailable("starting: no worker is ready yet", retry_after_s=RETRY_AFTER_S)
+        return self._facts
+
+    def not_ready(self) -> str:
+        """Why no request can be served now; "" when one can."""
+        if self._stopping:
+            return "stopping"
+        prefill, decode = self.sessions.ready("prefill"), self.sessions.ready("decode")
+        missing = [role for role, sessions in (("prefill", prefill), ("decode", decode)) if not sessions]
+        if missing:
+            return f"no {' and no '.join(missing)} worker is ready"
+        if not {model_of(session) for session in prefill} & {model_of(session) for session in decode}:
+            return "no prefill and decode worker serve the same model"
+        return ""
+
+    def submit(self, request: Prepared) -> Answer:
+        """Takes a request. Raises Exhausted when too many are in flight, Unavailable while stopping."""
+        if self._stopping:
+            raise Unavailable("the router is stopping", retry_after_s=RETRY_AFTER_S)
+        if len(self._lives) >= self._params.max_inflight:
+            raise Exhausted(f"{len(self._lives)} requests are in flight", retry_after_s=RETRY_AFTER_S)
+        now = time.monotonic()
+        live = Live(f"req-{uuid.uuid4().hex}", request, now, self._params.attempts, self._tokenizer)
+        self._lives[live.request_id] = live
+        self._idle.clear()
+        self.metrics.accepted.inc()
+        _log.info("%s accepted: %d prompt tokens, label %r", live.request_id, len(request.prompt_ids), request.label)
+        error = DeadlineExceeded(f"the deadline of {request.deadline_s:.3g} s passed")
+        live.timer = asyncio.get_running_loop().call_later(request.deadline_s, self.give_up, live, error)
+        self._handle(live, None)
+        return Answer(self, live)
+
+    def give_up(self, live: Live, error: BatonError) -> None:
+        """Ends the request with `error`, wherever it is."""
+        if live.life.outcome is None:
+            if isinstance(error, Cancelled):
+                self.metrics.cancellations.inc(_phase(live))
+            self._handle(live, m.GiveUp(error))
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more requests, lets live ones finish for `grace_s`, then ends them with an error."""
+        self._stopping = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            for live in list(self._lives.values()):
+                self.give_up(live, Unavailable("the router stopped before the request was finished"))
+
+    def state(self) -> RouterState:
+        """The gauges of this moment."""
+        legs = [leg for live in self._lives.values() for leg in live.life.legs.values()]
+        workers = [
+            WorkerState(session.member.peer.worker_id, session.member.role, session.welcome, session.load)
+            for session in self.sessions.up()
+            if session.welcome is not None
+        ]
+        queued = sum(live.record.first_at is None for live in self._lives.values())
+        reserving = sum(leg.state is LegState.RESERVING for leg in legs)
+        return RouterState(len(self._lives), queued, reserving, workers)
+
+    # ---- towards the workers ---------------------------------------------------------------------------------------
+
+    def view_changed(self, members: Sequence[Member]) -> None:
+        """The membership has a new view."""
+        self.sessions.update(members)
+
+    def session_up(self, peer: Peer, welcome: pb.Welcome) -> None:
+        """A worker can be used."""
+        self.dispatcher.worker_up(peer, welcome)
+        ups = [session.welcome for session in self.sessions.up() if session.welcome is not None]
+        self._facts = ModelFacts(min(w.max_model_len for w in ups), min(w.vocab_size for w in ups))
+        _log.info("%s %s is up", peer.worker_id, peer.incarnation)
+
+    def session_lost(self, peer: Peer) -> None:
+        """A worker, with all that it held for us, is gone."""
+        _log.warning("%s %s is lost", peer.worker_id, peer.incarnation)
+        self.dispatcher.worker_lost(peer)
+        for live in list(self._lives.values()):
+            self._handle(live, m.WorkerLost(peer))
+
+    def session_event(self, peer: Peer, event: pb.WorkerEvent) -> None:
+        """A worker said something about a leg; what concerns requests that are over is late news."""
+        for request_id, life_event in translate(peer, event):
+            live = self._lives.get(request_id)
+            if live is not None:
+                if not isinstance(life_event, m.Tokens) and life_event.leg.attempt in live.life.legs:
+                    self._measure(live, event)
+                self._handle(live, life_event)
+
+    def _measure(self, live: Live, event: pb.WorkerEvent) -> None:
+        """Notes what an event of a live leg says about its phases."""
+        metrics, record = self.metrics, live.record
+        match event.WhichOneof("event"):
+            case "ticket":
+                record.ticket(event.ticket)
+                metrics.alloc_wait.observe(event.ticket.waited_s)
+            case "first":
+                record.prefilled(event.first)
+            case "sent":
+                record.sent(event.sent)
+                metrics.transfer_seconds.observe(event.sent.transfer_s)
+                metrics.transfer_bytes.observe(event.sent.bytes)
+            case "committed":
+                record.committed(event.committed)
+                metrics.transfers.inc("ok")
+            case "preempted":
+                metrics.preemptions.inc()
+            case "failed":
+                if event.failed.code == "transfer_failed":
+                    metrics.transfers.inc("failed")
+                _log.info("%s: %s: %s", live.request_id, event.failed.code, event.failed.message)
+
+    # ---- the life's actions ----------------------------------------------------------------------------------------
+
+    def _report(self, request_id: str, event: m.Event) -> None:
+        live = self._lives.get(request_id)
+        if live is not None:
+            self._work.append((live, event))
+
+    def _handle(self, live: Live, event: m.Event | None) -> None:
+        """Feeds an event (None = start) and all that follow from it; actions of one request may concern others."""
+        self._work.append((live, event))
+        if self._working:
+            return
+        self._working = True
+        try:
+            while self._work:
+                live, event = self._work.popleft()
+                for action in live.life.start() if event is None else live.life.handle(event):
+                    self._act(live, action)
+        finally:
+            self._working = False
+
+    def _act(self, live: Live, action: m.Action) -> None:
+        match action:
+            case m.Place():
+                self._count_placement(live, action)
+                self.dispatcher.place(live, action)
+            case m.EnterGate():
+                self.dispatcher.enter_gate(live, action)
+            case m.Reserve(leg, _) | m.Prefill(leg, _, b""):  # the first command after the gate
+                live.record.gate_s += self.dispatcher.waited(live.request_id, leg)
+                self.dispatcher.send(live, action)
+            case m.Prefill() | m.CancelLeg() | m.ReleaseLeg():
+                self.dispatcher.send(live, action)
+            case m.Emit(tokens):
+                self._emit(live, tokens)
+            case m.PrefillOver(leg):
+                self.dispatcher.prefill_over(live, leg)
+            case m.LegOver(leg):
+                self.dispatcher.leg_over(live, leg)
+            case m.End(error):
+                self._end(live, error)
+
+    def _count_placement(self, live: Live, action: m.Place) -> None:
+        leg = live.life.legs[action.leg.attempt]
+        begun = bool(live.life.ledgers[leg.choices[0]].token_ids)
+        if action.cause == "retry":
+            self.metrics.retries.inc("resumed" if begun else "first")
+        if action.cause in ("retry", "preempted"):
+            self.metrics.migrations.inc("ongoing" if begun else "new")
+
+    # ---- the answer ------------------------------------------------------------------------------------------------
+
+    def _emit(self, live: Live, tokens: Sequence[pb.Token]) -> None:
+        record, metrics = live.record, self.metrics
+        had_first, had_second = record.first_at is not None, record.second_gap is not None
+        try:
+            chunks, ended = live.output.push(tokens)
+        except Exception:
+            _log.exception("%s: the text of its tokens could not be made", live.request_id)
+            self._work.append((live, m.GiveUp(InternalError("the answer's text could not be made"))))
+            return
+        for gap in record.emitted(chunks, time.monotonic()):
+            metrics.itl.observe(gap)
+        if not had_first and record.first_at is not None:
+            metrics.first_token(record.first_at - record.received, record.queue_s, record.prefill_s)
+            metrics.prompt_tokens.inc(by=record.prompt_tokens)
+            metrics.cached_tokens.inc(by=record.prefill_cached or 0)
+        if not had_second and record.second_gap is not None:
+            metrics.second_token.observe(record.second_gap)
+        metrics.generation_tokens.inc(by=sum(len(chunk.token_ids) for chunk in chunks))
+        for chunk in chunks:
+            live.mailbox.put(chunk)
+        for choice in ended:
+            self._choice_ended(live, choice, last=choice == ended[-1] and live.output.open_choices == 0)
+
+    def _choice_ended(self, live: Live, choice: int, *, last: bool) -> None:
+        reason, matched = live.output.reason(choice)
+        self.metrics.finished.inc(reason)
+        usage = timing = None
+        if last:
+            usage = live.record.usage(live.output.completion_tokens)
+            timing = live.record.timing(time.monotonic(), 1 + live.life.retries, live.life.preemptions)
+        live.mailbox.put(ChoiceEnd(choice, reason, matched, usage, timing))
+        self._work.append((live, m.StopMatched(choice)))  # changes nothing when the worker ended the choice
+
+    def _end(self, live: Live, error: BatonError | None) -> None:
+        del self._lives[live.request_id]
+        if live.timer is not None:
+            live.timer.cancel()
+        record, now = live.record, time.monotonic()
+        longest = max(len(ledger.token_ids) for ledger in live.life.ledgers)
+        if error is None:
+            self.metrics.completion(record, live.output.completion_tokens, longest, now)
+        elif isinstance(error, Cancelled):
+            self.metrics.cancelled.inc()
+        else:
+            self.metrics.failed.inc(error.code)
+        live.mailbox.close(error)
+        _log.info(
+            "%s %s after %.3f s: %d tokens, P %s, D %s, %d KV bytes%s",
+            live.request_id,
+            error.code if error else "completed",
+            now - record.received,
+            live.output.completion_tokens,
+            record.prefill_worker,
+            record.decode_worker or "-",
+            record.kv_bytes,
+            f": {error}" if error else "",
+        )
+        if not self._lives:
+            self._idle.set()
+
+
+def _phase(live: Live) -> str:
+    """Where a cancelled request was."""
+    states = {leg.state.value for leg in live.life.legs.values()}
+    return states.pop() if len(states) == 1 else "mixed"

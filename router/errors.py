@@ -1,0 +1,23 @@
+"""Failures that only the front door knows."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..proto.errors import InvalidRequest
+
+
+class AddressTaken(Exception):
+    """A listening address is in use or cannot be bound; the message names its configuration key and the address."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """The HTTP body is over the limit."""
+
+    http_status: ClassVar[int] = 413
+
+
+class NoSuchPath(InvalidRequest):
+    """Nothing is served at that path or with that method."""
+
+    http_status: ClassVar[int] = 404

@@ -1,0 +1,60 @@
+"""What both frontends do with a request before it is accepted: bounds, text to ids, parameters; and readiness."""
+
+from __future__ import annotations
+
+import random
+
+from ..proto.errors import BatonError
+from .core import Answer, Core
+from .params import RouterParams
+from .requests import ClientRequest, Prepared
+from .text_service import TextService
+from .validate import check_parameters, check_size, prepare
+
+
+class FrontDoor:
+    """Shared by the gRPC and the HTTP frontend."""
+
+    def __init__(self, params: RouterParams, core: Core, text: TextService, rng: random.Random) -> None:
+        self.params = params
+        self.core = core
+        self.text = text
+        self._rng = rng
+
+    async def generate(self, request: ClientRequest) -> Answer:
+        """Validates and takes a request. Raises InvalidRequest, Exhausted, Unavailable."""
+        return self.submit(await self.prepare(request))
+
+    async def prepare(self, request: ClientRequest) -> Prepared:
+        """The request as token ids with every parameter resolved. Raises InvalidRequest, Exhausted, Unavailable."""
+        try:
+            return await self._prepare(request)
+        except BatonError as error:
+            self.refused(error)
+            raise
+
+    def submit(self, request: Prepared) -> Answer:
+        """Takes a prepared request. Raises Exhausted, Unavailable."""
+        try:
+            return self.core.submit(request)
+        except BatonError as error:
+            self.refused(error)
+            raise
+
+    def refused(self, error: BatonError) -> None:
+        """Counts a request that was not taken."""
+        self.core.metrics.rejections.inc(error.code)
+
+    async def _prepare(self, request: ClientRequest) -> Prepared:
+        limits, facts = self.params.limits, self.core.facts()
+        check_size(request, limits, facts.context)
+        check_parameters(request, limits)
+        if request.token_ids is not None:
+            ids = list(request.token_ids)
+        elif request.prompt is not None:
+            ids = await self.text.encode(request.prompt)
+        else:
+            ids = await self.text.render(request.messages or ())
+        seed = self._rng.getrandbits(63)
+        eos = self.text.tokenizer.eos_token_ids
+        return prepare(request, ids, limits, facts, eos, seed=seed, deadline_s=self.params.request_deadline_s)

@@ -1,0 +1,119 @@
+"""The life of one leg as a table: (state, event) -> next state and what to do. Whatever is not in it changes nothing.
+
+A leg is one pass of a request through a prefill worker P and, unless P's first token is all that is wanted, a decode
+worker D.
+
+    PLACING -> QUEUED -> RESERVING -> PREFILLING -> HANDOVER -> DECODING -> OVER
+
+Who holds what: in RESERVING and later D may hold a reservation; in PREFILLING and HANDOVER P holds the prompt's
+blocks until it is told to release or cancel; in DECODING only D holds anything.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class LegState(Enum):
+    """Where a leg is."""
+
+    PLACING = "placing"  # no workers chosen yet
+    QUEUED = "queued"  # in the router, until P is about to run it
+    RESERVING = "reserving"  # D was asked for blocks
+    PREFILLING = "prefilling"  # P has the prompt; no token yet
+    HANDOVER = "handover"  # first token out, D has not committed
+    DECODING = "decoding"  # D has the KV; P was released
+    OVER = "over"
+
+
+class LegEvent(Enum):
+    """What can happen to a leg. GONE: failed there in a way that may be tried again, or the worker was lost."""
+
+    PLACED = "placed"
+    LET_THROUGH = "let through"
+    LET_THROUGH_ALONE = "let through, no decode worker needed"
+    TICKET = "ticket"
+    FIRST_TOKENS = "first tokens"
+    SENT = "sent"
+    COMMITTED = "committed"
+    TOKENS = "tokens"
+    PREEMPTED = "preempted"
+    PREFILL_GONE = "prefill gone"
+    DECODE_GONE = "decode gone"
+    FINISHED = "finished"  # every choice ended, and the workers know
+    STOPPED = "stopped"  # every choice ended, at least one by the router's decision
+    DROP = "drop"  # the request ended: cancel, deadline, failure
+
+
+class Do(Enum):
+    """What a transition asks for."""
+
+    PLACE = "choose workers"
+    ENTER_GATE = "wait for the prefill worker's lookahead"
+    RESERVE = "ask D for blocks"
+    PREFILL = "send P the prompt"
+    EMIT = "give the tokens to the client"
+    RELEASE_PREFILL = "P may free the prompt's blocks"
+    CANCEL_PREFILL = "P forgets the leg"
+    CANCEL_DECODE = "D forgets the leg"
+    MOVE = "give the preempted choice a leg of its own"
+    AGAIN = "repeat what this leg has not finished"
+
+
+class Rule(NamedTuple):
+    """One row's right side."""
+
+    state: LegState
+    actions: tuple[Do, ...] = ()
+
+
+_S, _E = LegState, LegEvent
+_BOTH = (Do.CANCEL_PREFILL, Do.CANCEL_DECODE)
+
+TABLE: dict[tuple[LegState, LegEvent], Rule] = {
+    (_S.PLACING, _E.PLACED): Rule(_S.QUEUED, (Do.ENTER_GATE,)),
+    (_S.PLACING, _E.STOPPED): Rule(_S.OVER),
+    (_S.PLACING, _E.DROP): Rule(_S.OVER),
+    #
+    (_S.QUEUED, _E.LET_THROUGH): Rule(_S.RESERVING, (Do.RESERVE,)),
+    (_S.QUEUED, _E.LET_THROUGH_ALONE): Rule(_S.PREFILLING, (Do.PREFILL,)),
+    (_S.QUEUED, _E.PREFILL_GONE): Rule(_S.PLACING, (Do.PLACE,)),  # nothing was sent: not a retry
+    (_S.QUEUED, _E.DECODE_GONE): Rule(_S.PLACING, (Do.PLACE,)),
+    (_S.QUEUED, _E.STOPPED): Rule(_S.OVER),
+    (_S.QUEUED, _E.DROP): Rule(_S.OVER),
+    #
+    (_S.RESERVING, _E.TICKET): Rule(_S.PREFILLING, (Do.PREFILL,)),
+    (_S.RESERVING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
+    (_S.RESERVING, _E.DECODE_GONE): Rule(_S.OVER, (Do.AGAIN,)),
+    (_S.RESERVING, _E.STOPPED): Rule(_S.OVER, (Do.CANCEL_DECODE,)),
+    (_S.RESERVING, _E.DROP): Rule(_S.OVER, (Do.CANCEL_DECODE,)),
+    #
+    (_S.PREFILLING, _E.FIRST_TOKENS): Rule(_S.HANDOVER, (Do.EMIT,)),
+    (_S.PREFILLING, _E.SENT): Rule(_S.PREFILLING),
+    (_S.PREFILLING, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),  # D's news overtook P's
+    (_S.PREFILLING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
+    (_S.PREFILLING, _E.DECODE_GONE): Rule(_S.OVER, (Do.CANCEL_PREFILL, Do.AGAIN)),
+    (_S.PREFILLING, _E.STOPPED): Rule(_S.OVER, _BOTH),
+    (_S.PREFILLING, _E.DROP): Rule(_S.OVER, _BOTH),
+    #
+    (_S.HANDOVER, _E.SENT): Rule(_S.HANDOVER),
+    (_S.HANDOVER, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),
+    (_S.HANDOVER, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
+    (_S.HANDOVER, _E.DECODE_GONE): Rule(_S.OVER, (Do.CANCEL_PREFILL, Do.AGAIN)),
+    (_S.HANDOVER, _E.FINISHED): Rule(_S.OVER, (Do.RELEASE_PREFILL, Do.CANCEL_DECODE)),
+    (_S.HANDOVER, _E.STOPPED): Rule(_S.OVER, _BOTH),
+    (_S.HANDOVER, _E.DROP): Rule(_S.OVER, _BOTH),
+    #
+    (_S.DECODING, _E.FIRST_TOKENS): Rule(_S.DECODING, (Do.EMIT,)),
+    (_S.DECODING, _E.SENT): Rule(_S.DECODING),
+    (_S.DECODING, _E.TOKENS): Rule(_S.DECODING, (Do.EMIT,)),
+    (_S.DECODING, _E.PREEMPTED): Rule(_S.DECODING, (Do.MOVE,)),
+    (_S.DECODING, _E.PREFILL_GONE): Rule(_S.DECODING),
+    (_S.DECODING, _E.DECODE_GONE): Rule(_S.OVER, (Do.AGAIN,)),
+    (_S.DECODING, _E.FINISHED): Rule(_S.OVER),
+    (_S.DECODING, _E.STOPPED): Rule(_S.OVER, (Do.CANCEL_DECODE,)),
+    (_S.DECODING, _E.DROP): Rule(_S.OVER, (Do.CANCEL_DECODE,)),
+}
+
+AT_PREFILL = frozenset({_S.QUEUED, _S.RESERVING, _S.PREFILLING})  # the leg still counts against P's lookahead

@@ -1,0 +1,238 @@
+"""What goes into a request's life (events) and what comes out of it (actions); see request_life.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..proto import worker_pb2 as pb
+from ..proto.errors import BatonError
+
+
+class Peer(NamedTuple):
+    """One incarnation of one worker."""
+
+    worker_id: str
+    incarnation: str
+
+
+class LegKey(NamedTuple):
+    """Names a leg within its request."""
+
+    attempt: int
+    first_choice: int
+
+
+# ---- events --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Workers were chosen; `decode` is None when the leg needs none."""
+
+    leg: LegKey
+    prefill: Peer
+    decode: Peer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaceable:
+    """No worker can take the leg."""
+
+    leg: LegKey
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class LetThrough:
+    """The prefill worker is about to have room for the prompt."""
+
+    leg: LegKey
+
+
+@dataclass(frozen=True, slots=True)
+class Ticketed:
+    """The decode worker reserved blocks."""
+
+    leg: LegKey
+    peer: Peer
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The prefill worker sampled one token for each choice of the leg."""
+
+    leg: LegKey
+    peer: Peer
+    tokens: Sequence[pb.Token]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The prefill worker's frames were all acknowledged."""
+
+    leg: LegKey
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The decode worker has the whole KV and goes on from it."""
+
+    leg: LegKey
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The decode worker's tokens of one step, of one attempt."""
+
+    attempt: int
+    peer: Peer
+    tokens: Sequence[pb.Token]
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The decode worker took the choice's blocks away."""
+
+    leg: LegKey
+    peer: Peer
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The leg is over at that worker."""
+
+    leg: LegKey
+    peer: Peer
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The session with that incarnation ended: whatever it held for us is gone."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatched:
+    """A stop string ended the choice."""
+
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The request must end: the client left, its deadline passed, or we failed. The error says which."""
+
+    error: BatonError
+
+
+Event = (
+    Placed
+    | Unplaceable
+    | LetThrough
+    | Ticketed
+    | FirstTokens
+    | Sent
+    | Committed
+    | Tokens
+    | Preempted
+    | Failed
+    | WorkerLost
+    | StopMatched
+    | GiveUp
+)
+
+# ---- actions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Choose workers, then report Placed or Unplaceable. Those in `avoid` are the last choice; with `refused` set they
+    are none, and `refused` is then the reason to report. `cause`: first | retry | preempted."""
+
+    leg: LegKey
+    cause: str
+    needs_decode: bool
+    prefer: Peer | None
+    avoid: frozenset[Peer]
+    refused: BatonError | None
+
+
+@dataclass(frozen=True, slots=True)
+class EnterGate:
+    """Report LetThrough when `peer` is within its lookahead of running the leg's `tokens` tokens."""
+
+    leg: LegKey
+    peer: Peer
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ask the decode worker for blocks."""
+
+    leg: LegKey
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Send the prompt; an empty ticket means that no decode worker takes part."""
+
+    leg: LegKey
+    peer: Peer
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CancelLeg:
+    """Tell the worker to forget the leg."""
+
+    leg: LegKey
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLeg:
+    """Tell the prefill worker that the prompt's blocks are no longer needed."""
+
+    leg: LegKey
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Tokens for the client, in order within each choice."""
+
+    tokens: Sequence[pb.Token]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOver:
+    """The leg no longer occupies its prefill worker's compute."""
+
+    leg: LegKey
+
+
+@dataclass(frozen=True, slots=True)
+class LegOver:
+    """The leg occupies no worker any more."""
+
+    leg: LegKey
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request is over: the one final message, or the one error."""
+
+    error: BatonError | None
+
+
+Action = Place | EnterGate | Reserve | Prefill | CancelLeg | ReleaseLeg | Emit | PrefillOver | LegOver | End

@@ -1,0 +1,50 @@
+"""The way of one request's answer from the event loop's callbacks to the frontend that reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from ..proto.errors import BatonError
+from .output import merge
+from .requests import Chunk, Output
+
+
+class Mailbox:
+    """Never drops: what a slow reader has not taken is merged into fewer, larger chunks."""
+
+    def __init__(self) -> None:
+        self._items: list[Output] = []
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._error: BatonError | None = None
+
+    def put(self, item: Output) -> None:
+        """Adds an item for the reader."""
+        last = self._last_chunk(item)
+        if last is None or not isinstance(item, Chunk) or not merge(last, item):
+            self._items.append(item)
+        self._wake.set()
+
+    def close(self, error: BatonError | None) -> None:
+        """Ends the answer: the reader gets what is left and then the end, or the error."""
+        self._closed, self._error = True, error
+        self._wake.set()
+
+    async def read(self) -> AsyncIterator[list[Output]]:
+        """All that is there, each time there is something. Raises the error that the request ended with."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            items, self._items = self._items, []
+            if items:
+                yield items
+            if self._closed and not self._items:
+                if self._error is not None:
+                    raise self._error
+                return
+
+    def _last_chunk(self, item: Output) -> Chunk | None:
+        if not isinstance(item, Chunk):
+            return None
+        return next((i for i in reversed(self._items) if isinstance(i, Chunk) and i.choice == item.choice), None)

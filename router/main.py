@@ -1,0 +1,70 @@
+"""The router process: binds its ports, follows the membership, serves until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+from . import membership
+from .core import Core
+from .front_door import FrontDoor
+from .grpc_frontend import GrpcFrontend
+from .http_frontend import HttpFrontend
+from .params import RouterParams
+from .text_service import TextService
+
+
+async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None], stop: asyncio.Event) -> None:
+    """Serves until `stop` is set, then lets live streams finish for params.stop_grace_s.
+
+    Calls report("ready", {"grpc", "http", "pid"}) once both ports answer; the addresses have the real ports.
+    Raises AddressTaken before anything is loaded, ConfigError for a model whose tokenizer cannot be read.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        grpc_frontend = await GrpcFrontend.bind(params.grpc_address, params.limits.body_bytes)
+        stack.push_async_callback(grpc_frontend.stop)
+        http_frontend = HttpFrontend(params.http_address)
+        stack.callback(http_frontend.stop)
+        text = await asyncio.to_thread(TextService.load, params.model_path, params.max_inflight)
+        stack.callback(text.close)
+        rng = random.Random()
+        core = Core(params, text.tokenizer, rng)
+        stack.push_async_callback(core.sessions.close)
+        door = FrontDoor(params, core, text, rng)
+        await grpc_frontend.start(door)
+        follow = membership.follow(params.membership_address, params.router_id, core.view_changed)
+        background = [asyncio.create_task(work) for work in (follow, grpc_frontend.follow_health(core))]
+        stack.push_async_callback(_cancel, background)
+        http = asyncio.create_task(http_frontend.serve(door))
+        stack.push_async_callback(_end_http, http_frontend, http)
+        report("ready", {"grpc": grpc_frontend.address, "http": http_frontend.address, "pid": os.getpid()})
+        await _until(stop, [*background, http])
+        await core.stop(params.stop_grace_s)
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _end_http(frontend: HttpFrontend, serving: asyncio.Task[None]) -> None:
+    frontend.stop()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _until(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+    """Waits for `stop`; a service task that ends before it is a failure, which is raised."""
+    waiting = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    for task in tasks:
+        if task.done():
+            task.result()
+            raise RuntimeError("a service of the router ended by itself")

@@ -1,0 +1,201 @@
+"""OpenAI's request bodies and the extras that vLLM and SGLang clients send: each field is served or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..proto.errors import InvalidRequest, UnknownModel
+from .requests import ClientRequest
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own, for /v1/completions only
+
+# Fields that have no effect here and are taken at these values only (null always): routers and SDKs add them.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "modalities": (["text"],),
+    "no_stop_trim": (False,),
+    "parallel_tool_calls": (True, False),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "stream_reasoning": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class _Request(BaseModel):
+    """What both endpoints share. Absent and null mean the same."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    user: str | None = None  # a label
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def common(self, label: str) -> dict[str, Any]:
+        """The fields of ClientRequest that both endpoints fill alike. Raises InvalidRequest."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options: only with stream", field="stream_options")
+        return {
+            "label": label or self.user or "",
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": _bias(self.logit_bias or {}),
+            "seed": self.seed if self.seed is None or self.seed >= 0 else self.seed % (1 << 64),
+            "n": self.n,
+            "min_tokens": self.min_tokens,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
+            "stop_token_ids": self.stop_token_ids or [],
+            "ignore_eos": bool(self.ignore_eos),
+            "include_stop": bool(self.include_stop_str_in_output),
+            "cache_salt": self.cache_salt or "",
+        }
+
+
+class CompletionRequest(_Request):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | bool | None = None
+
+    def clients(self, label: str, max_prompts: int) -> list[ClientRequest]:
+        """One request per prompt. Raises InvalidRequest."""
+        prompts = _prompts(self.prompt)
+        if not 1 <= len(prompts) <= max_prompts:
+            raise InvalidRequest(f"prompt: 1 to {max_prompts} prompts, got {len(prompts)}", field="prompt")
+        if self.logprobs is True:
+            raise InvalidRequest("logprobs: must be an integer", field="logprobs")
+        common = self.common(label)
+        common["logprobs"] = None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
+        common["max_tokens"] = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return [
+            ClientRequest(prompt=prompt, **common)
+            if isinstance(prompt, str)
+            else ClientRequest(token_ids=prompt, **common)
+            for prompt in prompts
+        ]
+
+
+class ChatRequest(_Request):
+    """Body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def client(self, label: str) -> ClientRequest:
+        """The request. Raises InvalidRequest."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs: only with logprobs: true", field="top_logprobs")
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            message = f"max_tokens: {self.max_tokens} differs from max_completion_tokens {self.max_completion_tokens}"
+            raise InvalidRequest(message, field="max_tokens")
+        return ClientRequest(
+            messages=[_message(index, message) for index, message in enumerate(self.messages)],
+            input_field="messages",
+            max_tokens=limits.pop() if limits else None,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            **self.common(label),
+        )
+
+
+Body = TypeVar("Body", bound=_Request)
+
+
+def parse(kind: type[Body], data: Any, served: str) -> Body:
+    """The body as `kind`. Raises InvalidRequest, naming the field, and UnknownModel."""
+    if not isinstance(data, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    kept = {}
+    for name, value in data.items():
+        if name not in NEUTRAL:
+            kept[name] = value
+        elif value is not None and value not in NEUTRAL[name]:
+            raise InvalidRequest(f"{name}: {value!r:.100} is not supported", field=name)
+    try:
+        body = kind.model_validate(kept)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        what = "unknown field" if first["type"] == "extra_forbidden" else str(first["msg"])
+        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {what}", field=name) from None
+    if body.model is not None and body.model != served:
+        raise UnknownModel(f"model: {body.model!r:.100} is not served here, only {served!r}", field="model")
+    return body
+
+
+def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """A text or one list of ids is one prompt, a list of either is several."""
+    if isinstance(given, str):
+        return [given]
+    ids = [item for item in given if isinstance(item, int)]
+    return [ids] if ids else [item for item in given if not isinstance(item, int)]
+
+
+def _bias(entries: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(key): value for key, value in entries.items()}
+    except ValueError:
+        raise InvalidRequest("logit_bias: keys must be token ids", field="logit_bias") from None
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    for name, value in message.items():
+        if name not in _MESSAGE_FIELDS and value not in (None, [], ""):
+            raise InvalidRequest(f"messages[{index}].{name}: not supported", field="messages")
+    return {name: value for name, value in message.items() if name in _MESSAGE_FIELDS}

@@ -1,0 +1,103 @@
+"""Which worker takes a leg: pure choices among the ready ones, and the load that they are weighed by."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from .life_messages import LegKey, Peer
+
+
+class Candidate(NamedTuple):
+    """A ready worker and the tokens outstanding there: of prompts to compute, or of sequences to hold."""
+
+    peer: Peer
+    outstanding: int
+
+
+class Policy(Protocol):
+    """Picks one of at least one candidates; draws only from `rng`."""
+
+    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Peer: ...
+
+
+class RoundRobin:
+    """Each worker in turn, by name; one that comes or goes does not disturb the others' order."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Peer:
+        """The first worker after the one chosen last."""
+        ordered = sorted(candidate.peer for candidate in candidates)
+        peer = next((peer for peer in ordered if peer.worker_id > self._last), ordered[0])
+        self._last = peer.worker_id
+        return peer
+
+
+class LeastLoaded:
+    """The fewest outstanding tokens; ties at random, so that idle workers share evenly."""
+
+    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Peer:
+        """One of the least loaded."""
+        least = min(candidate.outstanding for candidate in candidates)
+        return rng.choice([candidate.peer for candidate in candidates if candidate.outstanding == least])
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {"round_robin": RoundRobin, "least_loaded": LeastLoaded}
+
+
+def pick(
+    policy: Policy,
+    candidates: Sequence[Candidate],
+    rng: random.Random,
+    *,
+    prefer: Peer | None,
+    avoid: Collection[Peer],
+    may_use_avoided: bool,
+) -> Peer | None:
+    """The worker for a leg: `prefer` when it is ready, else the policy's choice; None when there is none."""
+    if prefer is not None and prefer not in avoid and any(candidate.peer == prefer for candidate in candidates):
+        return prefer
+    fresh = [candidate for candidate in candidates if candidate.peer not in avoid]
+    usable = fresh if fresh or not may_use_avoided else candidates
+    return policy.choose(usable, rng) if usable else None
+
+
+class LegId(NamedTuple):
+    """A leg among all requests of this router."""
+
+    request_id: str
+    leg: LegKey
+
+
+class Outstanding:
+    """Tokens outstanding per worker, counted by leg: a leg is added once and removed once, so no sum goes negative."""
+
+    def __init__(self) -> None:
+        self._legs: dict[LegId, tuple[Peer, int]] = {}
+        self._sums: dict[Peer, int] = {}
+
+    def add(self, leg: LegId, peer: Peer, tokens: int) -> None:
+        """Counts the leg against `peer`; whatever it counted for before is removed."""
+        self.remove(leg)
+        self._legs[leg] = (peer, tokens)
+        self._sums[peer] = self._sums.get(peer, 0) + tokens
+
+    def remove(self, leg: LegId) -> None:
+        """Counts the leg no longer; nothing happens when it is not counted."""
+        entry = self._legs.pop(leg, None)
+        if entry is not None:
+            peer, tokens = entry
+            self._sums[peer] -= tokens
+            if not self._sums[peer]:
+                del self._sums[peer]
+
+    def of(self, peer: Peer) -> int:
+        """Tokens outstanding at `peer`."""
+        return self._sums.get(peer, 0)
+
+    def legs(self) -> int:
+        """How many legs are counted."""
+        return len(self._legs)

@@ -1,0 +1,119 @@
+"""What one request's phases cost, gathered from events as they pass through the router.
+
+Times at the router come from its own monotonic clock; the workers report durations, never instants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..proto import worker_pb2 as pb
+from .requests import Chunk, Timing, Usage
+
+
+class Record:
+    """The measurements of one request. All `now` are seconds of one monotonic clock."""
+
+    def __init__(self, now: float, prompt_tokens: int, choices: int) -> None:
+        self.received = now
+        self.prompt_tokens = prompt_tokens
+        self.first_at: float | None = None  # first token at the router
+        self.first_text_at: float | None = None  # first text that is not held back
+        self.last_at = now
+        self.second_gap: float | None = None  # token 1 to token 2
+        self.gate_s = 0.0
+        self.prefill_worker = ""
+        self.decode_worker = ""
+        self.prefill_cached: int | None = None
+        self.decode_cached = 0
+        self.kv_bytes = 0
+        self.kv_frames = 0
+        self._reserve_s = 0.0
+        self._queue_s = 0.0
+        self._prefill_s = 0.0
+        self._transfer_s = 0.0
+        self._exposed_s = 0.0
+        self._last_of_choice: list[float | None] = [None] * choices
+
+    def placed(self, prefill: str, decode: str) -> None:
+        """The workers that serve the request (the latest ones)."""
+        self.prefill_worker, self.decode_worker = prefill, decode
+
+    def ticket(self, event: pb.Ticket) -> None:
+        """Decode blocks were reserved."""
+        self._reserve_s += event.waited_s
+        self.decode_cached = event.cached_tokens
+
+    def prefilled(self, event: pb.FirstTokens) -> None:
+        """A prefill ended."""
+        self._queue_s += event.queue_s
+        self._prefill_s += event.prefill_s
+        if self.prefill_cached is None:
+            self.prefill_cached = event.cached_tokens
+
+    def sent(self, event: pb.Sent) -> None:
+        """A transfer ended at its sender."""
+        self._transfer_s += event.transfer_s
+        self._exposed_s += event.exposed_s
+
+    def committed(self, event: pb.Committed) -> None:
+        """A transfer is whole at its receiver."""
+        self.kv_bytes += event.bytes
+        self.kv_frames += event.frames
+
+    def emitted(self, chunks: Sequence[Chunk], now: float) -> list[float]:
+        """Tokens left for the client; the gaps to the token before, for each choice that had one."""
+        gaps: list[float] = []
+        for chunk in chunks:
+            before, self._last_of_choice[chunk.choice] = self._last_of_choice[chunk.choice], now
+            if self.first_at is None:
+                self.first_at = now
+            if self.first_text_at is None and chunk.text:
+                self.first_text_at = now
+            if before is not None:
+                gaps.append(now - before)
+                if self.second_gap is None:
+                    self.second_gap = now - before
+        self.last_at = now
+        return gaps
+
+    @property
+    def queue_s(self) -> float:
+        """Waiting before prefill compute: in the router for the lookahead, at D for blocks, at P for its turn."""
+        return self.gate_s + self._reserve_s + self._queue_s
+
+    @property
+    def prefill_s(self) -> float:
+        """Prefill compute."""
+        return self._prefill_s
+
+    @property
+    def decode_s(self) -> float:
+        """Token 1 to the last token."""
+        return self.last_at - self.first_at if self.first_at is not None else 0.0
+
+    def usage(self, completion_tokens: int) -> Usage:
+        """Counts of the whole request."""
+        return Usage(self.prompt_tokens, completion_tokens, self.prefill_cached or 0)
+
+    def timing(self, now: float, attempts: int, preemptions: int) -> Timing:
+        """The summary for the client."""
+        return Timing(
+            total_s=now - self.received,
+            ttft_s=self.first_at - self.received if self.first_at is not None else 0.0,
+            reserve_s=self._reserve_s,
+            prefill_queue_s=self.gate_s + self._queue_s,
+            prefill_s=self._prefill_s,
+            transfer_s=self._transfer_s,
+            transfer_exposed_s=self._exposed_s,
+            first_gap_s=self.second_gap or 0.0,
+            decode_s=self.decode_s,
+            kv_bytes=self.kv_bytes,
+            kv_frames=self.kv_frames,
+            prefill_worker=self.prefill_worker,
+            decode_worker=self.decode_worker,
+            prefill_cached_tokens=self.prefill_cached or 0,
+            decode_cached_tokens=self.decode_cached,
+            attempts=attempts,
+            preemptions=preemptions,
+        )

@@ -1,0 +1,264 @@
+"""The life of one request, without I/O: events in, actions out, exactly one end.
+
+A request runs as legs (leg_table.py): first one with all its choices; a choice that must move (preempted, or its
+worker was lost) goes on in a leg of its own, with the prompt's ids and the generated ids kept apart. Every placement
+has a new attempt number, and what belongs to an older one is dropped here. Time is the caller's: deadlines come in
+as GiveUp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..proto import worker_pb2 as pb
+from ..proto.errors import BatonError, Cancelled, InternalError, Unavailable
+from . import life_messages as m
+from .ledger import Ledger
+from .leg_table import AT_PREFILL, TABLE, Do, LegEvent, LegState
+from .life_messages import Action, LegKey, Peer
+
+
+class Outcome(Enum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True)
+class Leg:
+    """One pass through a prefill and a decode worker. `tries`: failed passes before it that led to it."""
+
+    key: LegKey
+    choices: list[int]
+    tries: int
+    needs_decode: bool
+    avoid: frozenset[Peer]
+    state: LegState = LegState.PLACING
+    prefill: Peer | None = None
+    decode: Peer | None = None
+    ticket: bytes = b""
+
+
+class RequestLife:
+    """One request. `handle` is the only way to change it; an event that makes no sense now changes nothing."""
+
+    def __init__(self, prompt_tokens: int, n: int, max_tokens: int, attempts: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.attempts_limit = attempts
+        self.ledgers = [Ledger() for _ in range(n)]
+        self.legs: dict[int, Leg] = {}  # live ones by attempt
+        self.outcome: Outcome | None = None
+        self.retries = 0
+        self.preemptions = 0
+        self._attempt = 0
+
+    def __repr__(self) -> str:
+        legs = ", ".join(f"{tuple(leg.key)} {leg.choices} {leg.state.value}" for leg in self.legs.values())
+        said = [len(ledger.token_ids) for ledger in self.ledgers]
+        return f"RequestLife({self.outcome.value if self.outcome else 'live'}, tokens={said}, legs=[{legs}])"
+
+    def start(self) -> list[Action]:
+        """Begins the first leg, with all choices."""
+        return self._open(list(range(len(self.ledgers))), 0, "first", None, frozenset(), None)
+
+    def generated(self, leg: Leg) -> list[int]:
+        """The output so far that a resumed leg starts from; [] for a leg that begins its choices."""
+        return self.ledgers[leg.choices[0]].token_ids if len(leg.choices) == 1 else []
+
+    def handle(self, event: m.Event) -> list[Action]:
+        """What to do about `event`; [] also for an event that is late, stale or out of turn."""
+        if self.outcome is not None:
+            return []
+        match event:
+            case m.GiveUp(error):
+                return self._end(error)
+            case m.WorkerLost(peer):
+                return self._lost(peer)
+            case m.StopMatched(choice):
+                return self._stop(choice)
+            case m.Tokens(attempt, peer, tokens):
+                leg = self.legs.get(attempt)
+                return self._emit(leg, LegEvent.TOKENS, tokens) if leg and leg.decode == peer else []
+            case _:
+                leg = self.legs.get(event.leg.attempt)
+                return self._leg_event(leg, event) if leg is not None and leg.key == event.leg else []
+
+    # ---- events of one leg -----------------------------------------------------------------------------------------
+
+    def _leg_event(self, leg: Leg, event: m.Event) -> list[Action]:
+        match event:
+            case m.Placed(_, prefill, decode):
+                if leg.state is LegState.PLACING:
+                    leg.prefill, leg.decode = prefill, decode
+                return self._step(leg, LegEvent.PLACED)
+            case m.Unplaceable(_, error):
+                return self._end(error) if leg.state is LegState.PLACING else []
+            case m.LetThrough():
+                return self._step(leg, LegEvent.LET_THROUGH if leg.decode else LegEvent.LET_THROUGH_ALONE)
+            case m.Ticketed(_, peer, ticket) if peer == leg.decode:
+                if leg.state is LegState.RESERVING:
+                    leg.ticket = ticket
+                return self._step(leg, LegEvent.TICKET)
+            case m.FirstTokens(_, peer, tokens) if peer == leg.prefill:
+                return self._first_tokens(leg, tokens)
+            case m.Sent(_, peer) if peer == leg.prefill:
+                return self._step(leg, LegEvent.SENT)
+            case m.Committed(_, peer) if peer == leg.decode:
+                return self._step(leg, LegEvent.COMMITTED)
+            case m.Preempted(_, peer, choice) if peer == leg.decode and choice in leg.choices:
+                return self._preempted(leg, choice)
+            case m.Failed(_, peer, error) if peer in (leg.prefill, leg.decode):
+                return self._failed(leg, peer, error)
+        return []
+
+    def _first_tokens(self, leg: Leg, tokens: Sequence[pb.Token]) -> list[Action]:
+        actions = self._emit(leg, LegEvent.FIRST_TOKENS, tokens)
+        if leg.state is LegState.HANDOVER and leg.decode is None:
+            return actions + self._end(InternalError("the first token did not end a request that has no decode worker"))
+        return actions
+
+    def _emit(self, leg: Leg, event: LegEvent, tokens: Sequence[pb.Token]) -> list[Action]:
+        if (leg.state, event) not in TABLE:
+            return []
+        actions = self._step(leg, event)
+        fresh: list[pb.Token] = []
+        for token in tokens:
+            if token.choice in leg.choices:
+                fresh += self.ledgers[token.choice].accept(token)
+        if fresh:
+            actions.append(m.Emit(fresh))
+        unknown_to_decode = leg.state is LegState.DECODING and event is LegEvent.FIRST_TOKENS
+        return actions + self._close_if_done(leg, tell=unknown_to_decode)
+
+    def _preempted(self, leg: Leg, choice: int) -> list[Action]:
+        if (leg.state, LegEvent.PREEMPTED) not in TABLE or self.ledgers[choice].finished:
+            return []
+        self.preemptions += 1
+        leg.choices.remove(choice)
+        actions = self._step(leg, LegEvent.PREEMPTED)
+        actions += self._open([choice], leg.tries, "preempted", None, frozenset(), None)
+        return actions + self._close_if_done(leg)
+
+    def _failed(self, leg: Leg, peer: Peer, error: BatonError) -> list[Action]:
+        at_decode = peer == leg.decode
+        if leg.state is LegState.DECODING and not at_decode:
+            return []  # P is no part of the leg any more
+        if not error.retryable:
+            return self._end(error)
+        return self._step(leg, LegEvent.DECODE_GONE if at_decode else LegEvent.PREFILL_GONE, error)
+
+    # ---- events of the request -------------------------------------------------------------------------------------
+
+    def _lost(self, peer: Peer) -> list[Action]:
+        actions: list[Action] = []
+        for leg in list(self.legs.values()):
+            error = Unavailable(f"worker {peer.worker_id} was lost while it served the request")
+            if self.outcome is None and peer == leg.decode:
+                actions += self._step(leg, LegEvent.DECODE_GONE, error)
+            elif self.outcome is None and peer == leg.prefill:
+                actions += self._step(leg, LegEvent.PREFILL_GONE, error)
+        return actions
+
+    def _stop(self, choice: int) -> list[Action]:
+        if not self.ledgers[choice].stop():
+            return []
+        actions: list[Action] = []
+        for leg in list(self.legs.values()):
+            if choice in leg.choices:
+                actions += self._close_if_done(leg)
+        return actions
+
+    def _end(self, error: BatonError | None) -> list[Action]:
+        actions: list[Action] = []
+        for leg in list(self.legs.values()):
+            actions += self._step(leg, LegEvent.DROP)
+        if error is None:
+            self.outcome = Outcome.COMPLETED
+        else:
+            self.outcome = Outcome.CANCELLED if isinstance(error, Cancelled) else Outcome.FAILED
+        return [*actions, m.End(error)]
+
+    def _close_if_done(self, leg: Leg, *, tell: bool = False) -> list[Action]:
+        """Ends the leg when its choices have ended. tell: its worker does not know, whatever ended them."""
+        ledgers = [self.ledgers[choice] for choice in leg.choices]
+        if not all(ledger.finished for ledger in ledgers):
+            return []
+        stopped = tell or any(ledger.stopped_here for ledger in ledgers)
+        actions = self._step(leg, LegEvent.STOPPED if stopped else LegEvent.FINISHED)
+        return actions + (self._end(None) if all(ledger.finished for ledger in self.ledgers) else [])
+
+    # ---- transitions -----------------------------------------------------------------------------------------------
+
+    def _step(self, leg: Leg, event: LegEvent, error: BatonError | None = None) -> list[Action]:
+        rule = TABLE.get((leg.state, event))
+        if rule is None:
+            return []
+        before, leg.state = leg.state, rule.state
+        actions: list[Action] = []
+        if before in AT_PREFILL and rule.state not in AT_PREFILL:
+            actions.append(m.PrefillOver(leg.key))
+        if rule.state is LegState.OVER:
+            del self.legs[leg.key.attempt]
+            actions.append(m.LegOver(leg.key))
+        for do in rule.actions:
+            actions += self._do(leg, do, event, error)
+        return actions
+
+    def _do(self, leg: Leg, do: Do, event: LegEvent, error: BatonError | None) -> list[Action]:
+        match do:
+            case Do.PLACE:
+                leg.prefill = leg.decode = None
+                return [m.Place(leg.key, "first", leg.needs_decode, None, leg.avoid, None)]
+            case Do.ENTER_GATE if leg.prefill:
+                return [m.EnterGate(leg.key, leg.prefill, self.prompt_tokens + len(self.generated(leg)))]
+            case Do.RESERVE if leg.decode:
+                return [m.Reserve(leg.key, leg.decode)]
+            case Do.PREFILL if leg.prefill:
+                return [m.Prefill(leg.key, leg.prefill, leg.ticket)]
+            case Do.RELEASE_PREFILL if leg.prefill:
+                return [m.ReleaseLeg(leg.key, leg.prefill)]
+            case Do.CANCEL_PREFILL if leg.prefill:
+                return [m.CancelLeg(leg.key, leg.prefill)]
+            case Do.CANCEL_DECODE if leg.decode:
+                return [m.CancelLeg(leg.key, leg.decode)]
+            case Do.AGAIN if error:
+                return self._again(leg, event, error)
+        return []  # EMIT and MOVE are done where the event's content is at hand
+
+    def _again(self, leg: Leg, event: LegEvent, error: BatonError) -> list[Action]:
+        """Repeats the unfinished choices of a leg that failed: together if none has begun, else each in its own leg."""
+        if leg.tries + 1 >= self.attempts_limit:
+            return self._end(error)
+        self.retries += 1
+        choices = [choice for choice in leg.choices if not self.ledgers[choice].finished]
+        for choice in choices:
+            self.ledgers[choice].forget_early()
+        begun = any(self.ledgers[choice].token_ids for choice in choices)
+        culprit = leg.decode if event is LegEvent.DECODE_GONE else leg.prefill
+        avoid = leg.avoid | {culprit} if culprit else leg.avoid
+        prefer = leg.prefill if event is LegEvent.DECODE_GONE else None
+        refused = error if not begun and error.code == "exhausted" else None
+        actions: list[Action] = []
+        for group in [[choice] for choice in choices] if begun else [choices]:
+            actions += self._open(group, leg.tries + 1, "retry", prefer, avoid, refused)
+        return actions
+
+    def _open(
+        self,
+        choices: list[int],
+        tries: int,
+        cause: str,
+        prefer: Peer | None,
+        avoid: frozenset[Peer],
+        refused: BatonError | None,
+    ) -> list[Action]:
+        self._attempt += 1
+        left = self.max_tokens - len(self.ledgers[choices[0]].token_ids)
+        key = LegKey(self._attempt, choices[0])
+        self.legs[key.attempt] = Leg(key, choices, tries, needs_decode=left > 1, avoid=avoid)
+        return [m.Place(key, cause, left > 1, prefer, avoid, refused)]

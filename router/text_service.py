@@ -1,0 +1,54 @@
+"""Text to ids off the event loop: a few threads and a bounded queue, so that a huge prompt delays nobody's stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..proto.errors import Exhausted
+from ..text.chat_template import ChatTemplate
+from ..text.source import resolve
+from ..text.tokenizer import Tokenizer
+
+_THREADS = 2
+_RETRY_AFTER_S = 1.0
+
+
+class TextService:
+    """The model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, max_waiting: int) -> None:
+        self.tokenizer = tokenizer
+        self._template = template
+        self._max_waiting = max_waiting
+        self._waiting = 0
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
+
+    @staticmethod
+    def load(model_path: str, max_waiting: int) -> TextService:
+        """Reads the tokenizer of the model. Raises ConfigError; blocks."""
+        tokenizer = Tokenizer.load(resolve(model_path))
+        return TextService(tokenizer, ChatTemplate(tokenizer), max_waiting)
+
+    async def encode(self, prompt: str) -> list[int]:
+        """Ids of a raw prompt: special tokens parsed, BOS where the tokenizer says so. Raises Exhausted."""
+        return await self._in_thread(lambda: self.tokenizer.encode(prompt, special=True, bos=None))
+
+    async def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a chat through the model's template. Raises InvalidRequest, Exhausted."""
+        return await self._in_thread(lambda: self._template.render_ids(messages))
+
+    async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
+        if self._waiting >= self._max_waiting:
+            raise Exhausted("too many prompts wait to be tokenised", retry_after_s=_RETRY_AFTER_S)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """Ends the threads; what waits in the queue is dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

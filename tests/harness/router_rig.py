@@ -1,0 +1,451 @@
+"""A router on its own: real frontends and sessions, a real membership stream, and workers that follow a script.
+
+The fake workers stand in for the engine and the transfer only; they speak Worker.Session over gRPC and keep books of
+the legs that they hold, so that tests can assert that nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import httpx
+
+from baton.proto import baton_pb2 as api
+from baton.proto import control_pb2
+from baton.proto import worker_pb2 as pb
+from baton.proto.baton_pb2_grpc import BatonStub
+from baton.proto.control_pb2_grpc import MembershipServicer, add_MembershipServicer_to_server
+from baton.proto.sampling import SamplingParams, finish_reason
+from baton.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from baton.router import main
+from baton.router.channels import server_options
+from baton.router.params import RequestLimits, RouterParams
+from tests.harness.tiny_model import EOS, special_id, write_tokenizer
+
+EOS_ID = special_id(EOS)
+CONTEXT = 256
+VOCAB = 320
+LIMITS = RequestLimits(
+    n=8,
+    logprobs=20,
+    stops=4,
+    stop_chars=64,
+    stop_token_ids=16,
+    logit_bias=300,
+    prompts=16,
+    messages=64,
+    prompt_bytes=1 << 20,
+    body_bytes=6 << 20,
+)
+
+
+class Key(NamedTuple):
+    """A leg at a worker."""
+
+    request_id: str
+    attempt: int
+    first_choice: int
+
+
+def key_of(leg: pb.Leg | pb.LegRef) -> Key:
+    first = leg.choices[0] if isinstance(leg, pb.Leg) else leg.first_choice
+    return Key(leg.request_id, leg.attempt, first)
+
+
+def ref_of(leg: pb.Leg) -> pb.LegRef:
+    return pb.LegRef(request_id=leg.request_id, attempt=leg.attempt, first_choice=leg.choices[0])
+
+
+Script = Callable[[pb.Leg, int, int], int]  # (leg, choice, output index) -> token id
+
+
+def say(text: str | bytes) -> Script:
+    """Every choice says `text`, one byte a token, and then ends."""
+    data = text.encode() if isinstance(text, str) else text
+    return lambda leg, choice, index: data[index] if index < len(data) else EOS_ID
+
+
+class FakeWorker(WorkerServicer):
+    """One worker process. `on_reserve`, `on_prefill`, `on_decode` are its behaviour and can be replaced."""
+
+    def __init__(self, cluster: FakeCluster, worker_id: str, incarnation: str, role: str) -> None:
+        self.cluster = cluster
+        self.worker_id, self.incarnation, self.role = worker_id, incarnation, role
+        self.held: dict[Key, pb.Leg] = {}
+        self.commands: list[tuple[str, Key]] = []
+        self.messages = 0
+        self.step_s = 0.002
+        self.muted = False
+        self.deadlines: list[float] = []
+        self.on_reserve: Callable[[pb.Leg], Awaitable[None]] = self.reserve
+        self.on_prefill: Callable[[pb.Leg, bytes], Awaitable[None]] = self.prefill
+        self.on_decode: Callable[[pb.Leg], Awaitable[None]] = self.decode
+        self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    async def start(self, address: str = "127.0.0.1:0") -> None:
+        self._server = grpc.aio.server(options=server_options(64 << 20))
+        add_WorkerServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(address)
+        self.address = f"127.0.0.1:{port}"
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """Gone at once, with all that it held."""
+        self._drop_all()
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    def _drop_all(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
+        self.held.clear()
+
+    # ---- the session -----------------------------------------------------------------------------------------------
+
+    async def Session(self, request_iterator: AsyncIterator[pb.RouterMessage], context: Any) -> None:
+        self._outbox = asyncio.Queue()
+        writer = asyncio.create_task(self._write(context))
+        try:
+            async for message in request_iterator:
+                self.messages += bool(message.commands)
+                for command in message.commands:
+                    await self._command(command, context)
+        finally:
+            writer.cancel()
+            self._drop_all()
+
+    async def _write(self, context: Any) -> None:
+        while True:
+            try:
+                message = await asyncio.wait_for(self._outbox.get(), 0.2)
+            except TimeoutError:
+                message = pb.WorkerMessage()
+            if not self.muted:
+                message.load.CopyFrom(pb.Load(running=len(self.held), total_blocks=64, used_blocks=len(self.held)))
+                await context.write(message)
+
+    async def _command(self, command: pb.RouterCommand, context: Any) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "hello":
+            if command.hello.worker_incarnation != self.incarnation:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
+            self.emit(welcome=self._welcome())
+            return
+        body = getattr(command, kind or "")
+        key = key_of(body.leg)
+        self.commands.append((kind or "", key))
+        if kind in ("cancel", "release"):
+            self.held.pop(key, None)
+            if kind == "cancel" and key in self._tasks:
+                self._tasks.pop(key).cancel()
+            return
+        self.held[key] = body.leg
+        self.deadlines.append(body.leg.deadline_s)
+        work = self.on_reserve(body.leg) if kind == "reserve" else self.on_prefill(body.leg, body.ticket)
+        self._tasks[key] = asyncio.ensure_future(work)
+
+    def _welcome(self) -> pb.Welcome:
+        return pb.Welcome(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            model_fingerprint="tiny",
+            max_model_len=CONTEXT,
+            vocab_size=VOCAB,
+            block_size=4,
+            total_blocks=64,
+            max_batch_tokens=64,
+            max_sequences=16,
+            lookahead=2,
+        )
+
+    def emit(self, **event: Any) -> None:
+        """Sends one event."""
+        self._outbox.put_nowait(pb.WorkerMessage(events=[pb.WorkerEvent(**event)]))
+
+    def fail(self, leg: pb.Leg, code: str, message: str = "scripted") -> None:
+        """The leg is over here."""
+        self.held.pop(key_of(leg), None)
+        self.emit(failed=pb.Failed(leg=ref_of(leg), code=code, message=message))
+
+    # ---- behaviour -------------------------------------------------------------------------------------------------
+
+    def token(self, leg: pb.Leg, choice: int, index: int) -> pb.Token:
+        """What the script says, with a log probability that depends on the index."""
+        params = SamplingParams.from_wire(leg.sampling)
+        token_id = self.cluster.script(leg, choice, index)
+        token = pb.Token(choice=choice, index=index, token_id=token_id)
+        token.finish_reason = finish_reason(params, token_id, index + 1)
+        if params.logprobs is not None:
+            token.logprob = -0.5 - index
+            token.top_logprobs.extend(pb.TopLogprob(token_id=i, logprob=-i - 1.0) for i in range(params.logprobs))
+        return token
+
+    async def reserve(self, leg: pb.Leg) -> None:
+        """Decode: gives a ticket."""
+        ticket = f"{self.worker_id}/{self.incarnation}/{leg.request_id}/{leg.attempt}/{leg.choices[0]}".encode()
+        self.cluster.tickets[ticket] = (self, leg)
+        self.emit(ticket=pb.Ticket(leg=ref_of(leg), ticket=ticket, cached_tokens=0, waited_s=0.001))
+
+    async def prefill(self, leg: pb.Leg, ticket: bytes) -> None:
+        """Prefill: samples the first tokens and hands the leg over."""
+        start = len(leg.generated_token_ids)
+        tokens = [self.token(leg, choice, start) for choice in leg.choices]
+        first = pb.FirstTokens(leg=ref_of(leg), tokens=tokens, cached_tokens=3, queue_s=0.001, prefill_s=0.002, chunks=1)
+        self.emit(first=first)
+        if all(token.finish_reason for token in tokens):
+            other = self.cluster.tickets.pop(ticket, None)
+            if other is not None:
+                other[0].held.pop(key_of(other[1]), None)  # abandoned
+            return
+        await self.hand_over(leg, ticket)
+
+    async def hand_over(self, leg: pb.Leg, ticket: bytes) -> None:
+        """The KV arrives; decode goes on."""
+        decode, _ = self.cluster.tickets.pop(ticket)
+        self.emit(sent=pb.Sent(leg=ref_of(leg), bytes=1000, frames=2, transfer_s=0.003, exposed_s=0.001))
+        if key_of(leg) in decode.held:
+            decode.emit(committed=pb.Committed(leg=ref_of(leg), bytes=1000, frames=2, reserved_s=0.01))
+            decode._tasks[key_of(leg)] = asyncio.ensure_future(decode.on_decode(leg))
+
+    async def decode(self, leg: pb.Leg) -> None:
+        """Decode: one message per step with the tokens of all choices; the first repeats token 1."""
+        alive, index = list(leg.choices), len(leg.generated_token_ids)
+        while alive:
+            tokens = [self.token(leg, choice, index) for choice in alive]
+            self.step(leg, tokens)
+            alive = [token.choice for token in tokens if not token.finish_reason]
+            index += 1
+            await asyncio.sleep(self.step_s)
+        self.held.pop(key_of(leg), None)
+
+    def step(self, leg: pb.Leg, tokens: Sequence[pb.Token]) -> None:
+        """One step's message."""
+        steps = [pb.StepToken(request_id=leg.request_id, attempt=leg.attempt, token=token) for token in tokens]
+        self.emit(tokens=pb.Tokens(tokens=steps))
+
+
+class FakeCluster(MembershipServicer):
+    """Fake workers and the membership service that lists them."""
+
+    def __init__(self) -> None:
+        self.script: Script = say("hello")
+        self.tickets: dict[bytes, tuple[FakeWorker, pb.Leg]] = {}
+        self.workers: dict[str, FakeWorker] = {}
+        self.states: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+        self._version = 0
+        self._server = grpc.aio.server(options=server_options(64 << 20))
+        self.address = ""
+
+    async def start(self) -> None:
+        add_MembershipServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def add(self, worker_id: str, incarnation: str = "1", address: str = "127.0.0.1:0") -> FakeWorker:
+        """Starts a worker (its role is the id up to the dash) and lists it as ready."""
+        worker = FakeWorker(self, worker_id, incarnation, worker_id.partition("-")[0])
+        await worker.start(address)
+        self.workers[worker_id] = worker
+        await self.set_state(worker_id, "ready")
+        return worker
+
+    async def set_state(self, worker_id: str, state: str) -> None:
+        """Publishes a new view; state "" takes the worker off the list."""
+        self.states[worker_id] = state
+        async with self._changed:
+            self._version += 1
+            self._changed.notify_all()
+
+    def _view(self) -> control_pb2.View:
+        members = [
+            control_pb2.Member(
+                worker_id=name, incarnation=w.incarnation, role=w.role, address=w.address, state=self.states[name]
+            )
+            for name, w in self.workers.items()
+            if self.states[name]
+        ]
+        return control_pb2.View(version=self._version, members=members)
+
+    async def Watch(self, request: control_pb2.WatchRequest, context: Any) -> None:
+        while True:
+            version = self._version
+            await context.write(self._view())
+            async with self._changed:
+                await self._changed.wait_for(lambda seen=version: self._version > seen)
+
+    async def stop(self) -> None:
+        for worker in self.workers.values():
+            await worker.kill()
+        await self._server.stop(0)
+
+    def __getitem__(self, worker_id: str) -> FakeWorker:
+        return self.workers[worker_id]
+
+    async def settled(self, seconds: float = 2.0) -> None:
+        """Waits until no worker holds a leg; fails with what is left (O-pool)."""
+        left: dict[str, list[Key]] = {}
+        for _ in range(int(seconds / 0.01)):
+            left = {name: list(worker.held) for name, worker in self.workers.items() if worker.held}
+            if not left:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"legs left behind: {left}")
+
+
+class Collected(NamedTuple):
+    """A whole gRPC answer."""
+
+    texts: dict[int, str]
+    ids: dict[int, list[int]]
+    reasons: dict[int, str]
+    finished: list[api.Finished]
+    prompt_tokens: int
+
+
+class RouterRig:
+    """A running router and its cluster."""
+
+    def __init__(self, cluster: FakeCluster, params: RouterParams) -> None:
+        self.cluster = cluster
+        self.params = params
+        self.stop = asyncio.Event()
+        self.addresses: dict[str, Any] = {}
+        self._up = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def _report(self, kind: str, what: dict[str, Any]) -> None:
+        self.addresses = what
+        self._up.set()
+
+    async def start(self) -> None:
+        self.task = asyncio.create_task(main.run(self.params, self._report, self.stop))
+        waiting = asyncio.create_task(self._up.wait())
+        await asyncio.wait([waiting, self.task], return_when=asyncio.FIRST_COMPLETED)
+        if self.task.done():
+            waiting.cancel()
+            self.task.result()
+        self.channel = grpc.aio.insecure_channel(self.addresses["grpc"])
+        self.stub = BatonStub(self.channel)
+        self.http = httpx.AsyncClient(base_url=f"http://{self.addresses['http']}", timeout=20, trust_env=False)
+
+    async def ready(self) -> None:
+        """Waits until the router calls itself ready."""
+        for _ in range(500):
+            if (await self.http.get("/ready")).status_code == 200:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError((await self.http.get("/ready")).text)
+
+    async def generate(self, timeout: float = 20, **fields: Any) -> Collected:
+        """One gRPC call, read to its end."""
+        request = api.GenerateRequest(**fields)
+        texts: dict[int, str] = {}
+        ids: dict[int, list[int]] = {}
+        reasons: dict[int, str] = {}
+        finished: list[api.Finished] = []
+        prompt_tokens = 0
+        call = self.stub.Generate(request, timeout=timeout)
+        async for message in call:
+            if message.HasField("accepted"):
+                prompt_tokens = message.accepted.prompt_tokens
+            elif message.HasField("tokens"):
+                chunk = message.tokens
+                assert chunk.offset == len(ids.setdefault(chunk.choice, []))
+                ids[chunk.choice] += chunk.token_ids
+                texts[chunk.choice] = texts.get(chunk.choice, "") + chunk.text
+            else:
+                assert message.finished.choice not in reasons
+                reasons[message.finished.choice] = message.finished.reason
+                finished.append(message.finished)
+        return Collected(texts, ids, reasons, finished, prompt_tokens)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry the labels."""
+        text = (await self.http.get("/metrics")).text
+        total = 0.0
+        for line in text.splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.partition("{")[0] == name and all(f'{k}="{v}"' in series for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    async def reconcile(self) -> None:
+        """O-acct: accepted = completed + failed + cancelled, and nothing is in flight."""
+        names = ("accepted", "completed", "failed", "cancelled")
+        counts = {name: await self.metric(f"baton_requests_{name}_total") for name in names}
+        assert counts["accepted"] == counts["completed"] + counts["failed"] + counts["cancelled"], counts
+        assert await self.metric("baton_router_inflight_requests") == 0
+
+    async def close(self) -> None:
+        if not self.addresses:
+            return
+        await self.http.aclose()
+        await self.channel.close()
+        self.stop.set()
+        if self.task is not None:
+            await self.task
+
+
+def write_model(directory: Path) -> Path:
+    """A tokenizer and a config: all that the router reads of a model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory, vocab=VOCAB, max_len=CONTEXT)
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": EOS_ID, "vocab_size": VOCAB}))
+    return directory
+
+
+def router_params(model: Path, membership: str) -> RouterParams:
+    return RouterParams(
+        router_id="router-0",
+        model_path=str(model),
+        served_name="tiny",
+        grpc_address="127.0.0.1:0",
+        http_address="127.0.0.1:0",
+        membership_address=membership,
+        prefill_placement="least_loaded",
+        decode_placement="least_loaded",
+        heartbeat_s=0.1,
+        dead_after_s=1.0,
+        request_deadline_s=20.0,
+        attempts=3,
+        max_inflight=256,
+        stop_grace_s=1.0,
+        limits=LIMITS,
+    )
+
+
+@contextlib.asynccontextmanager
+async def router_rig(directory: Path, *workers: str, **changes: Any) -> AsyncIterator[RouterRig]:
+    """A router with these fake workers, ready; `changes` replace fields of its parameters. Ends with O-pool, O-acct."""
+    import dataclasses
+
+    cluster = FakeCluster()
+    await cluster.start()
+    for worker in workers:
+        await cluster.add(worker)
+    rig = RouterRig(
+        cluster, dataclasses.replace(router_params(write_model(directory / "model"), cluster.address), **changes)
+    )
+    try:
+        await rig.start()
+        if {"prefill", "decode"} <= {worker.partition("-")[0] for worker in workers}:
+            await rig.ready()
+        yield rig
+        await cluster.settled()
+        await rig.reconcile()
+    finally:
+        await rig.close()
+        await cluster.stop()

@@ -1,0 +1,58 @@
+"""Prepacked linears: the same bits for a row whatever comes with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from baton.engine.linear import ROW_COUNTS, PackedLinear, Packing, PlainLinear, TiledLinear, cover, padded_rows
+
+SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536), (320, 64), (640, 576), (96, 40), (5000, 72), (97, 33)]
+
+
+def _weight(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) * inputs**-0.5).bfloat16()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_a_row_does_not_depend_on_the_others(outputs: int, inputs: int, biased: bool) -> None:
+    bias = _weight(outputs, 1, seed=2)[:, 0].contiguous() if biased else None
+    linear = Packing(batch_invariant=True).linear(_weight(outputs, inputs), bias)
+    assert isinstance(linear, TiledLinear)
+    assert 32 in linear.counts
+    rows = _weight(700, inputs, seed=1) * inputs**0.5
+    whole = linear(rows)
+    for count in (1, 2, 5, 8, 31, 32, 33, 64, 100, 128, 300, 511, 512, 513):
+        for start in (0, 77, 187):
+            assert torch.equal(linear(rows[start : start + count]), whole[start : start + count]), (start, count)
+    exact = F.linear(rows.float(), _weight(outputs, inputs).float(), None if bias is None else bias.float())
+    torch.testing.assert_close(whole.float(), exact, atol=0.03, rtol=0.01)
+
+
+def test_equal_shapes_are_packed_alike() -> None:
+    packing = Packing(batch_invariant=True)
+    first, second = (packing.linear(_weight(576, 576, seed), None) for seed in (0, 1))
+    assert isinstance(first, TiledLinear)
+    assert isinstance(second, TiledLinear)
+    assert first.counts == second.counts
+
+
+def test_which_layer_for_which_weight() -> None:
+    assert isinstance(Packing(batch_invariant=True).linear(_weight(64, 64).float(), None), PlainLinear)
+    assert isinstance(Packing(batch_invariant=False).linear(_weight(64, 64), None), PackedLinear)
+
+
+@pytest.mark.parametrize("counts", [ROW_COUNTS, (32,), (8, 32, 128)])
+def test_cover_is_enough_and_not_wasteful(counts: tuple[int, ...]) -> None:
+    for rows in range(1, 1500):
+        pieces = cover(rows, counts)
+        assert set(pieces) <= set(counts)
+        assert rows <= sum(pieces) < max(rows * 1.34 + 1, rows + 32)
+    assert cover(0, counts) == []
+
+
+def test_padded_rows_need_no_more_padding() -> None:
+    for rows in range(1, 1500):
+        assert padded_rows(padded_rows(rows)) == padded_rows(rows)
+    assert [padded_rows(rows) for rows in (1, 2, 9, 20, 33, 64, 130, 400, 512)] == [1, 8, 16, 32, 64, 64, 136, 512, 512]

@@ -1,0 +1,108 @@
+"""Copies into and out of the paged pool, against a plain loop over tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from baton.engine.paged_kv import PagedKV, bytes_per_block
+from baton.proto.kv_layout import KVLayout
+
+LAYERS, DIM, BLOCKS = 3, 4, 9
+
+
+def layout(block_size: int, dtype: str = "float32") -> KVLayout:
+    return KVLayout("model", LAYERS, 3, DIM, "default", dtype, block_size, ((0, 2), (2, 3)))
+
+
+def filled(block_size: int) -> PagedKV:
+    kv = PagedKV(layout(block_size), 0, BLOCKS, torch.device("cpu"))
+    kv.data.copy_(torch.arange(kv.data.numel()).view(kv.data.shape))
+    return kv
+
+
+def expected(kv: PagedKV, blocks: list[int], tokens: tuple[int, int]) -> torch.Tensor:
+    """[layers, 2, heads, tokens, head_dim], token by token."""
+    size = kv.block_size
+    return torch.stack([kv.data[:, :, blocks[t // size], :, t % size] for t in range(*tokens)], dim=3)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_gather_and_scatter_of_every_range(block_size: int) -> None:
+    kv, blocks = filled(block_size), [5, 2, 7]
+    for low in range(3 * block_size):
+        for high in range(low + 1, 3 * block_size + 1):
+            payload = kv.gather(blocks, (0, LAYERS), (0, 2), (low, high))
+            assert payload.is_contiguous()
+            assert torch.equal(payload, expected(kv, blocks, (low, high)))
+            target = PagedKV(layout(block_size), 0, BLOCKS, torch.device("cpu"))
+            target.scatter([1, 8, 0], (0, LAYERS), (0, 2), (low, high), payload)
+            assert torch.equal(expected(target, [1, 8, 0], (low, high)), payload)
+            assert torch.count_nonzero(target.data) <= torch.count_nonzero(payload)
+
+
+def test_parts_of_layers_and_heads() -> None:
+    kv = filled(4)
+    part = kv.gather([3, 1], (1, 3), (1, 2), (2, 7))
+    assert torch.equal(part, expected(kv, [3, 1], (2, 7))[1:3, :, 1:2])
+    target = PagedKV(layout(4), 0, BLOCKS, torch.device("cpu"))
+    target.scatter([3, 1], (1, 3), (1, 2), (2, 7), part)
+    assert torch.equal(target.gather([3, 1], (1, 3), (1, 2), (2, 7)), part)
+    assert not target.data[0].any()
+    assert not target.data[:, :, :, 0].any()
+
+
+def test_unequal_block_sizes_meet_in_the_wire_order() -> None:
+    source = filled(4)
+    target = PagedKV(layout(16), 0, BLOCKS, torch.device("cpu"))
+    blocks = [5, 2, 7, 0, 1]
+    for low, high in ((0, 7), (7, 16), (16, 18)):
+        target.scatter([8, 3], (0, 3), (0, 2), (low, high), source.gather(blocks, (0, 3), (0, 2), (low, high)))
+    assert torch.equal(expected(target, [8, 3], (0, 18)), expected(source, blocks, (0, 18)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "tokens", "blocks"),
+    [
+        ((0, 4), (0, 2), (0, 4), [0]),
+        ((1, 1), (0, 2), (0, 4), [0]),
+        ((0, 3), (0, 3), (0, 4), [0]),
+        ((0, 3), (-1, 2), (0, 4), [0]),
+        ((0, 3), (0, 2), (0, 5), [0]),
+        ((0, 3), (0, 2), (3, 3), [0]),
+        ((0, 3), (0, 2), (0, 4), [9]),
+        ((0, 3), (0, 2), (0, 4), [-1]),
+    ],
+)
+def test_ranges_outside_the_pool_are_refused(
+    layers: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int], blocks: list[int]
+) -> None:
+    with pytest.raises(ValueError, match="pool"):
+        filled(4).gather(blocks, layers, heads, tokens)
+
+
+def test_a_payload_of_another_shape_or_dtype_is_refused() -> None:
+    kv = filled(4)
+    payload = kv.gather([0], (0, 3), (0, 2), (0, 4))
+    before = kv.data.clone()
+    with pytest.raises(ValueError, match="belongs"):
+        kv.scatter([1], (0, 3), (0, 2), (0, 4), payload[:, :, :, :3])
+    with pytest.raises(ValueError, match="belongs"):
+        kv.scatter([1], (0, 3), (0, 2), (0, 4), payload.bfloat16())
+    assert torch.equal(kv.data, before)
+
+
+def test_copy_blocks() -> None:
+    kv = filled(4)
+    before = kv.data.clone()
+    kv.copy_blocks([(0, 3), (5, 1)])
+    kv.copy_blocks([])
+    assert torch.equal(kv.data[:, :, 3], before[:, :, 0])
+    assert torch.equal(kv.data[:, :, 1], before[:, :, 5])
+    assert torch.equal(kv.data[:, :, [0, 2, 4, 5, 6, 7, 8]], before[:, :, [0, 2, 4, 5, 6, 7, 8]])
+
+
+def test_bytes_per_block_are_those_of_the_tensor() -> None:
+    for dtype in ("float32", "bfloat16"):
+        for rank in (0, 1):
+            kv = PagedKV(layout(16, dtype), rank, BLOCKS, torch.device("cpu"))
+            assert bytes_per_block(layout(16, dtype), rank) * BLOCKS == kv.data.numel() * kv.data.element_size()

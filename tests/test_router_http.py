@@ -1,0 +1,290 @@
+"""The OpenAI HTTP frontend end to end, over real sessions, with workers that follow a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.harness.router_rig import CONTEXT, EOS_ID, RouterRig, router_rig, say
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest_asyncio.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[RouterRig]:
+    async with router_rig(tmp_path, "prefill-0", "decode-0") as rig:
+        yield rig
+
+
+async def post(rig: RouterRig, path: str, **body: Any) -> dict[str, Any]:
+    response = await rig.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def events(rig: RouterRig, path: str, **body: Any) -> list[Any]:
+    """The events of a stream, "[DONE]" included as a string."""
+    found: list[Any] = []
+    async with rig.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        async for line in response.aiter_lines():
+            if line:
+                data = line.removeprefix("data: ")
+                found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+def messages(text: str = "hi") -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+async def test_completion_whole(rig: RouterRig) -> None:
+    answer = await post(rig, TEXT, model="tiny", prompt="abc")
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [
+        {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 6,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+async def test_chat_whole(rig: RouterRig) -> None:
+    answer = await post(rig, CHAT, messages=messages(), stop=["lo"])
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hel", "refusal": None}
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "lo")
+    assert answer["object"] == "chat.completion"
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+async def test_chat_stream_shape(rig: RouterRig) -> None:
+    *stream, done = await events(rig, CHAT, messages=messages(), stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    assert {(event["id"], event["created"], event["object"]) for event in stream} == {
+        (stream[0]["id"], stream[0]["created"], "chat.completion.chunk")
+    }
+    *chunks, usage = stream
+    deltas = [event["choices"][0]["delta"] for event in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta["content"] for delta in deltas[:-1]) == "hello"
+    assert deltas[-1] == {}
+    assert [event["choices"][0]["finish_reason"] for event in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert all(event["usage"] is None for event in chunks)
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 6)
+
+
+async def test_st_08_stream_equals_whole(rig: RouterRig) -> None:
+    rig.cluster.script = say("aé€bcDEFGHIJklm §")
+    for body in (
+        {"stop": ["DEFGHIJ"]},
+        {"stop": "€b"},
+        {"stop": ["DEFGHIJ", "DEF"], "include_stop_str_in_output": True},
+        {"stop": ["nothing like it", "klm §!"]},
+        {"max_tokens": 3},
+    ):
+        whole = (await post(rig, TEXT, prompt="x", **({"max_tokens": 60} | body)))["choices"][0]
+        *stream, _ = await events(rig, TEXT, prompt="x", **({"max_tokens": 60} | body))
+        choices = [event["choices"][0] for event in stream]
+        assert "".join(choice["text"] for choice in choices) == whole["text"]
+        assert choices[-1]["finish_reason"] == whole["finish_reason"]
+
+
+async def test_prompts_and_choices_are_numbered(rig: RouterRig) -> None:
+    rig.cluster.script = lambda leg, choice, index: EOS_ID if index else ord("a") + choice + len(leg.prompt_token_ids)
+    answer = await post(rig, TEXT, prompt=["", "x", "xx"][1:], n=2)
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+        (0, "b"),
+        (1, "c"),
+        (2, "c"),
+        (3, "d"),
+    ]
+    assert answer["usage"]["prompt_tokens"] == 1 + 2
+    assert answer["usage"]["completion_tokens"] == 8
+    ids = await post(rig, TEXT, prompt=[[1, 2], [3]], return_token_ids=True)
+    assert [choice["token_ids"] for choice in ids["choices"]] == [[99, EOS_ID], [98, EOS_ID]]
+    stream = await events(rig, TEXT, prompt=[[1, 2], [3]])
+    assert {event["choices"][0]["index"] for event in stream[:-1]} == {0, 1}
+    assert (await post(rig, TEXT, prompt=[1, 2, 3]))["usage"]["prompt_tokens"] == 3
+
+
+async def test_st_05_logprobs(rig: RouterRig) -> None:
+    for k in (0, 1, 5, 20):
+        answer = await post(rig, TEXT, prompt="x", logprobs=k)
+        scores = answer["choices"][0]["logprobs"]
+        assert scores["tokens"] == [*"hello", "<|end|>"]
+        assert scores["token_logprobs"] == [-0.5 - index for index in range(6)]
+        assert scores["text_offset"] == [0, 1, 2, 3, 4, 5]
+        assert all(len(top) in (k, k + 1) for top in scores["top_logprobs"])
+    chat = await post(rig, CHAT, messages=messages(), logprobs=True, top_logprobs=2)
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content[:2]] == [[ord("h")], [ord("e")]]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * 6
+    *stream, _ = await events(rig, CHAT, messages=messages(), logprobs=True)
+    logprobs = [event["choices"][0]["logprobs"] for event in stream]
+    assert [entry["token"] for part in logprobs if part for entry in part["content"]] == [*"hello", "<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        (TEXT, {"prompt": "x", "max_tokens": 0, "n": 2, "stream": True}, "max_tokens"),
+        (TEXT, {"prompt": "x", "max_tokens": 0, "logprobs": 1}, "max_tokens"),
+        (TEXT, {"prompt": "x", "max_tokens": 0, "echo": True}, "echo"),
+        (CHAT, {"messages": messages(), "max_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": messages(), "max_completion_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": messages(), "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": messages(), "top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"messages": messages(), "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": messages(), "response_format": {"type": "json_object"}}, "response_format"),
+        (TEXT, {"prompt": ""}, "prompt"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": [[]]}, "prompt"),
+        (TEXT, {"prompt": ["x", ""]}, "prompt"),
+        (TEXT, {"prompt": ["x"] * 17}, "prompt"),
+        (TEXT, {"prompt": [1, "x"]}, "prompt"),
+        (TEXT, {"prompt": [320]}, "prompt"),
+        (TEXT, {"prompt": "x" * CONTEXT}, "prompt"),
+        (TEXT, {"prompt": "x" * 10**6}, "prompt"),
+        (TEXT, {}, "prompt"),
+        (TEXT, {"prompt": "x", "temperature": "hot"}, "temperature"),
+        (TEXT, {"prompt": "x", "max_tokens": True}, "max_tokens"),
+        (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
+        (TEXT, {"prompt": "x", "beam_width": 3}, "beam_width"),
+        (TEXT, {"prompt": "x", "logprobs": True}, "logprobs"),
+        (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+    ],
+)
+async def test_st_03_api_06_bad_fields_are_named(rig: RouterRig, path: str, body: dict[str, Any], param: str) -> None:
+    response = await rig.http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", "invalid_request")
+    assert param in error["message"] or "messages" in error["message"]
+    assert rig.cluster["prefill-0"].commands == []
+
+
+async def test_what_routers_add_is_taken_at_its_default(rig: RouterRig) -> None:
+    extras = {
+        "no_stop_trim": False,
+        "ignore_eos": False,
+        "continue_final_message": False,
+        "skip_special_tokens": True,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+        "include_reasoning": True,
+        "return_hidden_states": False,
+        "logprobs": False,
+        "kv_transfer_params": None,
+        "user": "me",
+        "response_format": {"type": "text"},
+    }
+    assert (await post(rig, CHAT, messages=messages(), **extras))["choices"][0]["finish_reason"] == "stop"
+    assert (await post(rig, TEXT, prompt="x", **extras))["choices"][0]["finish_reason"] == "stop"
+    for name in ("no_stop_trim", "return_hidden_states"):
+        response = await rig.http.post(TEXT, json={"prompt": "x", name: True})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+async def test_other_errors_have_openais_shape(rig: RouterRig) -> None:
+    for response, status in (
+        (await rig.http.post(TEXT, json={"prompt": "x", "model": "gpt-7"}), 404),
+        (await rig.http.get("/v1/nothing"), 404),
+        (await rig.http.get(TEXT), 405),
+        (await rig.http.post(TEXT, content=b"{nonsense"), 400),
+        (await rig.http.post(TEXT, content=b"[" * 100_000), 400),
+        (await rig.http.post(TEXT, content=b"[1]"), 400),
+        (await rig.http.post(TEXT, content=b" " * (rig.params.limits.body_bytes + 1)), 413),
+        (await rig.http.post(TEXT, content=b'{"prompt": "x", "temperature": NaN}'), 400),
+        (await rig.http.post(TEXT, content=b'{"prompt": "\\ud800"}'), 400),
+    ):
+        assert response.status_code == status, response.text
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_models_and_state(rig: RouterRig) -> None:
+    (model,) = (await rig.http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["owned_by"], model["max_model_len"]) == ("tiny", "baton", CONTEXT)
+    for path in ("/health", "/ready", "/live", "/version", "/metrics"):
+        assert (await rig.http.get(path)).status_code == 200
+    assert (await rig.http.head("/metrics")).status_code == 200
+    await rig.cluster.set_state("decode-0", "draining")
+    for _ in range(100):
+        response = await rig.http.get("/health")
+        if response.status_code == 503:
+            break
+        await asyncio.sleep(0.01)
+    assert response.json() == {"status": "not ready", "reason": "no decode worker is ready"}
+    assert (await rig.http.get("/live")).status_code == 200
+    refused = await rig.http.post(TEXT, json={"prompt": "x"})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_lc_14_a_client_that_leaves_cancels(rig: RouterRig, stream: bool) -> None:
+    rig.cluster.script = lambda leg, choice, index: ord("a")
+    rig.cluster["decode-0"].step_s = 0.02
+    reader, writer = await asyncio.open_connection(*rig.addresses["http"].split(":"))
+    body = json.dumps({"prompt": "x", "max_tokens": 200, "stream": stream}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    if stream:
+        await reader.readuntil(b"data: ")
+    else:
+        await asyncio.sleep(0.2)
+    writer.close()
+    await writer.wait_closed()
+    await rig.cluster.settled(0.5)
+    assert await rig.metric("baton_requests_cancelled_total") == 1
+
+
+async def test_survives_an_http2_preface(rig: RouterRig) -> None:
+    reader, writer = await asyncio.open_connection(*rig.addresses["http"].split(":"))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 4")
+    writer.close()
+    await writer.wait_closed()
+    assert (await rig.http.get("/live")).status_code == 200
+
+
+async def test_api_04_a_huge_prompt_delays_nobody(rig: RouterRig) -> None:
+    rig.cluster.script = lambda leg, choice, index: ord("a")
+    rig.cluster["decode-0"].step_s = 0.01
+    gaps: list[float] = []
+    stop = asyncio.Event()
+
+    async def beat() -> None:
+        loop = asyncio.get_running_loop()
+        while not stop.is_set():
+            before = loop.time()
+            await asyncio.sleep(0.01)
+            gaps.append(loop.time() - before)
+
+    beating = asyncio.create_task(beat())
+    streams = [asyncio.create_task(rig.generate(prompt="x", max_tokens=40)) for _ in range(8)]
+    under = await rig.http.post(TEXT, json={"prompt": "word " * (200 * 1024)})  # tokenised, then refused
+    over = await rig.http.post(TEXT, json={"prompt": "word " * (1 << 20)})  # 5 MB, refused before that
+    await asyncio.gather(*streams)
+    stop.set()
+    await beating
+    assert "tokens; the context of" in under.json()["error"]["message"]
+    assert "bytes of text" in over.json()["error"]["message"]
+    assert max(gaps) < 0.25

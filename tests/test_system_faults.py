@@ -1,0 +1,166 @@
+"""Workers killed while idle and while serving, clients that leave at every point of a request, storms of both."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from baton.tests.harness.client import expect_status
+from baton.tests.harness.gates import Gates
+from baton.tests.harness.oracles import Reference, check_processes, footprint, total
+from baton.tests.harness.rig import Rig, merged, running, tiny_config
+from baton.tests.harness.tiny_model import EOS, special_id
+
+END = special_id(EOS)
+POINTS = (
+    "prefill.chunk",
+    "prefill.after_prefill",
+    "prefill.first_frame",
+    "prefill.frame",
+    "prefill.done",
+    "decode.admit",
+    "decode.step",
+    "router.handoff",
+)
+
+
+@pytest.fixture(scope="module")
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
+    return Gates(tmp_path_factory.mktemp("gates"), dict.fromkeys(POINTS, "gate"))
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Rig]:
+    changes = {"pools.prefill.max_batch_tokens": 16}
+    with running(tmp_path_factory.mktemp("faults"), merged(tiny_config(tiny_dir), changes), gates) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(cluster: Rig, gates: Gates) -> Iterator[Rig]:
+    yield cluster
+    gates.release_all()
+    cluster.wait_live()
+    cluster.quiesce()
+
+
+def ids(length: int, start: int = 0) -> list[int]:
+    """A prompt of byte tokens that differs with `start`."""
+    return [(start * 31 + i * i * 7 + i) % 256 for i in range(length)]
+
+
+LONG: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_lc_07_cancel_at_every_gate(rig: Rig, gates: Gates, point: str) -> None:
+    gates.close(point)
+    stream = rig.client.stream(token_ids=ids(40, start=POINTS.index(point) + 1), **LONG)
+    reader = threading.Thread(target=lambda: _drain(stream))
+    reader.start()
+    gates.wait_reached(point)
+    stream.cancel()
+    reader.join(10)
+    gates.release(point)
+    rig.quiesce()
+
+
+def _drain(stream: Any) -> None:
+    with expect_status():
+        stream.rest()
+
+
+@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+def test_kill_of_an_idle_worker(rig: Rig, worker: str, tiny_dir: Path) -> None:
+    before = rig.workers()[worker]
+    rig.kill_worker(worker)
+    rig.wait_live()
+    after = rig.workers()[worker]
+    assert after["incarnation"] != before["incarnation"]
+    assert after["restarts"] == before["restarts"] + 1
+    answer = rig.client.generate(token_ids=ids(30), max_tokens=10, temperature=0)
+    Reference(tiny_dir, frozenset({END})).check(ids(30), answer.token_ids, 10)
+
+
+@pytest.mark.parametrize(
+    ("worker", "point"),
+    [
+        ("prefill-0", "prefill.chunk"),
+        ("prefill-0", "prefill.first_frame"),
+        ("prefill-0", "prefill.done"),
+        ("decode-0", "decode.admit"),
+        ("decode-0", "decode.step"),
+    ],
+)
+def test_kill_of_a_serving_worker_ends_the_request_soon(rig: Rig, gates: Gates, worker: str, point: str) -> None:
+    """An error or a whole answer within seconds, never a hang."""
+    gates.close(point)
+    stream = rig.client.stream(timeout_s=30, token_ids=ids(40, start=7 + POINTS.index(point)), **LONG)
+    outcome: list[grpc.StatusCode | None] = []
+
+    def read() -> None:
+        try:
+            stream.rest()
+            outcome.append(None)
+        except grpc.RpcError as error:
+            outcome.append(error.code())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    gates.wait_reached(point)
+    rig.kill_worker(worker)
+    gates.release(point)
+    start = time.monotonic()
+    reader.join(25)
+    assert outcome, "the request hangs"
+    assert time.monotonic() - start < 20
+    assert outcome[0] in (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def test_lc_12_cancel_storm(rig: Rig) -> None:
+    """Waves of clients that leave at random moments; each stream ends exactly once and nothing is left behind."""
+    rng = random.Random(7)
+    before = total(rig.metrics(), "baton_requests_failed_total")
+
+    def one(i: int) -> str:
+        fields = LONG | {"max_tokens": rng.randint(1, 40)}
+        stream = rig.client.stream(timeout_s=60, token_ids=ids(rng.randint(1, 80), start=i), **fields)
+        timer = threading.Timer(rng.random() * 0.6, stream.cancel) if i % 3 == 0 else None
+        if timer:
+            timer.start()
+        try:
+            stream.rest()
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        finally:
+            if timer:
+                timer.cancel()
+        return "OK"
+
+    with ThreadPoolExecutor(32) as pool:
+        outcomes = list(pool.map(one, range(96)))
+    assert set(outcomes) <= {"OK", "CANCELLED"}
+    assert outcomes.count("OK") >= 64
+    assert total(rig.metrics(), "baton_requests_failed_total") == before
+
+
+def test_kill_of_serve_leaves_nothing(tiny_dir: Path, tmp_path: Path) -> None:
+    config = tiny_config(tiny_dir)
+    with pytest.raises(_Done), running(tmp_path, config) as rig:  # noqa: PT012 (the block ends the cluster itself)
+        stream = rig.client.stream(token_ids=ids(20), **LONG)
+        stream.until_tokens(1)
+        before = footprint(rig.process.pid)
+        rig.process.kill()
+        check_processes(before)
+        raise _Done
+
+
+class _Done(Exception):
+    """The test has ended its cluster itself."""

@@ -1,0 +1,26 @@
+"""Token ids to text as they come: a character is given out only when all its bytes are there."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from .tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of one choice. What `push` and `flush` return, joined, is `tokenizer.decode(ids, skip_special=True)`
+    of all ids, however they were split over the calls."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The characters that `ids` complete; special tokens have no text."""
+        hidden = self._tokenizer.special_ids
+        return self._decoder.decode(b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in hidden))
+
+    def flush(self) -> str:
+        """The end of the text: U+FFFD where it ends inside a character."""
+        return self._decoder.decode(b"", final=True)
