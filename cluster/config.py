@@ -86,7 +86,7 @@ class EngineSection(Section):
     prefix_cache: bool = True
     speculation: Literal["none"] = "none"
     layer_group: Count = 4  # layers whose KV is sent together
-    rank_timeout: Duration = 30.0  # for the ranks of a worker to find each other, and of one exchange among them
+    rank_timeout: Duration = 10.0  # of one exchange among the ranks of a worker
 
 
 class KVSection(Section):

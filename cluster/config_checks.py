@@ -55,6 +55,8 @@ def _transport(config: Config) -> dict[str, str]:
     devices = {config.pools.prefill.device, config.pools.decode.device}
     if config.kv.transport == "nccl" and devices != {"cuda"}:
         return {"kv.transport": "is nccl, which moves KV between GPUs, but a pool has device cpu; use auto"}
+    if config.kv.dtype not in ("auto", config.model.dtype):
+        return {"kv.dtype": f"is {config.kv.dtype}, but must be model.dtype ({config.model.dtype}) or auto"}
     return {}
 
 

@@ -157,6 +157,9 @@ def _near_key(key: str) -> str:
     models = dict(sections())
     neighbours = list(models[f"{prefix}." if prefix else ""].model_fields)
     near = difflib.get_close_matches(name, neighbours, n=1, cutoff=0.6)
+    if not near:  # `blok` for block_size
+        words = {word: neighbour for neighbour in neighbours for word in neighbour.split("_")}
+        near = [words[word] for word in difflib.get_close_matches(name, words, n=1, cutoff=0.75)]
     if near:
         return f"; did you mean {(prefix + '.') if prefix else ''}{near[0]}?"
     elsewhere = [other for other in keys() if other.rpartition(".")[2] == name]

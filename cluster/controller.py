@@ -84,13 +84,11 @@ class Controller(Generic[S]):
         build: Build,
         wanted: Iterable[str],
         on_report: OnReport,
-        self_test: bool = True,
     ) -> None:
         self._settings = settings
         self._launcher = launcher
         self._build = build
         self._on_report = on_report
-        self._self_test = self_test
         self.wanted = frozenset(wanted)
         self.feed = Feed()
         self.welcomes: dict[str, Any] = {}  # worker id -> its last Welcome
@@ -245,8 +243,7 @@ class Controller(Generic[S]):
     async def _admit(self, member: Member) -> None:
         """Test the worker with every ready one of the other pool, then let routers use it. Raises ProbeFailed."""
         async with self._admission:
-            if self._self_test:
-                await self._test(member)
+            await self._test(member)
             if self._workers[member.worker_id].observed.state == "starting":
                 self.feed.publish(self.feed.view.put(member))
                 self._enter(member.worker_id, "ready")

@@ -116,7 +116,8 @@ class Deployment:
         failures = 0
 
         def on_report(kind: str, fields: dict[str, Any]) -> None:
-            self._on_report("router", kind, fields)
+            if kind != "log" or self._router is not None:  # while it stops it only mourns its workers
+                self._on_report("router", kind, fields)
             if kind == "ready":
                 self.endpoints.update({"grpc": fields["grpc"], "http": fields["http"]})
                 if not self._router_ready.done():

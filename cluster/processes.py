@@ -80,20 +80,22 @@ def kill_descendants(timeout_s: float = 3.0) -> list[int]:
 def available_cores() -> int:
     """Cores that this process may use: its affinity mask, and the CPU quota of its control group (at least 1)."""
     cores = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota()
+    quota = cgroup_quota()
     return max(1, min(cores, int(quota)) if quota is not None else cores)
 
 
-def _cgroup_quota() -> float | None:
-    """Cores' worth of CPU time that the control group allows, if it sets a limit."""
-    root = Path("/sys/fs/cgroup")
-    group = ""
+def _own_cgroup() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
-                group = line[3:].strip("/")
+                return line[3:].strip("/")
+    return ""
+
+
+def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), group: str | None = None) -> float | None:
+    """Cores' worth of CPU time that the control group and those above it allow, if they set a limit."""
     limits: list[float] = []
-    folder = root / group
+    folder = root / (_own_cgroup() if group is None else group)
     while True:
         with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()

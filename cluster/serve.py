@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from . import spec
 from .config import Config
 from .deployment import Deployment, running
 from .model_check import ModelFacts
@@ -17,6 +18,7 @@ async def serve(config: Config, facts: ModelFacts, verbose: bool) -> int:
     with progress:
         async with running(config, facts.name, progress.report) as deployment:
             progress.stop()
+            print(spec.threads_line(config), file=sys.stderr)
             print(ready_line(deployment, facts.name), flush=True)
             await asyncio.Event().wait()
     print("stopped", file=sys.stderr)

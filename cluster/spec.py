@@ -79,6 +79,12 @@ def threads(config: Config, role: str) -> int:
     return threads_per_rank(config.ranks, available_cores()) if chosen == "auto" else chosen
 
 
+def threads_line(config: Config) -> str:
+    """The threads of both pools, in words."""
+    chosen = [f"{role} {threads(config, role)}" + " (auto)" * (pool(config, role).threads == "auto") for role in POOLS]
+    return f"threads per rank: {', '.join(chosen)}; {available_cores()} cores, {config.ranks} ranks"
+
+
 def _engine(config: Config, role: str) -> EngineParams:
     section = pool(config, role)
     return EngineParams(
@@ -131,6 +137,7 @@ class SpecBuilder:
             "host": self._config.cluster.host,
             "port": 0,
             "secret": self._secrets[worker_id],
+            "start_timeout_s": self._config.cluster.start_timeout,
             "rank_timeout_s": self._config.engine.rank_timeout,
             "heartbeat_s": self._config.clocks.heartbeat,
             "dead_after_s": self._config.clocks.dead_after,

@@ -19,7 +19,14 @@ from types import FrameType
 from .processes import become_subreaper, kill_descendants
 
 _VARIABLE = "BATON_WARDEN"  # "PID:FD:FOLDER" of the warden, its pipe and the run's temporary folder
+_LONGEST = 15  # 107 less "/baton-", "/ray-", "/session_<time>_<pid>" and "/sockets/plasma_store"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _temporary() -> str:
+    """Where temporary files go: Ray puts sockets deep below, whose paths the kernel limits to 107 bytes."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST else "/tmp"
 
 
 def supervised() -> bool:
@@ -33,7 +40,7 @@ def supervise(command: Sequence[str]) -> int:
     The first signal is passed on; the second ends everything at once.
     """
     become_subreaper()
-    folder = tempfile.mkdtemp(prefix="baton-")
+    folder = tempfile.mkdtemp(prefix="baton-", dir=_temporary())
     reading, writing = os.pipe()
     environment = {
         **os.environ,

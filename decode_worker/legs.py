@@ -139,7 +139,7 @@ class DecodeLegs:
         return [effect for key, error in self.intake.overdue(now) for effect in self.fail(key, error)]
 
     def admit(self, now: float) -> list[Effect]:
-        """Give blocks to the line, after `plan` has given the batch what it needs; to nobody while a sequence stalls."""
+        """Give blocks to the line, after `plan` has served the batch; to nobody while a sequence stalls."""
         effects: list[Effect] = []
         while not self._stalled:
             reservation = self.intake.admit(len(self._running), now)

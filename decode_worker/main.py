@@ -42,7 +42,7 @@ def run_leader(params: DecodeParams, report: Report, stop: Stop) -> None:
         tickets = TicketBook(params.secret)
         receiver = _receiver(params, runner, 0, tickets, inbox.put)
         try:
-            ready = await_followers(inbox, params.engine.tensor_parallel, params.rank_timeout_s)
+            ready = await_followers(inbox, params.engine.tensor_parallel, params.start_timeout_s)
             addresses = (receiver.address, *(ready[rank]["address"] for rank in sorted(ready)))
 
             def issue(key: LegKey, cached: int, tokens: int) -> Ticket:
@@ -179,4 +179,4 @@ def _close_on_stop(channel: FollowerChannel, stop: Stop, ended: threading.Event)
 
 
 def _ranks(params: DecodeParams) -> RankParams:
-    return RankParams(params.host, params.secret, params.rank_timeout_s)
+    return RankParams(params.host, params.secret, params.start_timeout_s, params.rank_timeout_s)

@@ -19,7 +19,8 @@ class DecodeParams:
     host: str  # on which the Worker service and the rank channel listen
     port: int  # of the Worker service; 0: any free one
     secret: bytes  # shared by the ranks of this worker: rank channel and tickets
-    rank_timeout_s: float  # start of the ranks, and one collective
+    start_timeout_s: float  # for all ranks to find each other and load
+    rank_timeout_s: float  # of one collective
     heartbeat_s: float
     dead_after_s: float  # a router silent for so long has lost its session
     max_sequences: int  # choices that run, or hold a reservation, at the same time

@@ -33,8 +33,8 @@ class Packing:
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """The layer for `weight` [outputs, inputs] and `bias` [outputs], in the weight's dtype and on its device."""
-        if not self._packs(weight):
-            return PlainLinear(weight, bias)
+        if not _packs(weight):
+            return self._plain(weight, bias)
         if not self._invariant:
             return PackedLinear(weight, bias, _REFERENCE)
         key = (weight.shape[0], weight.shape[1], bias is not None)
@@ -45,19 +45,27 @@ class Packing:
 
     def head(self, weight: Tensor) -> Linear:
         """Like `linear`, for a weight that is too large to try out packings, and that few rows need at a time."""
-        if self._packs(weight) and self._invariant:
+        if _packs(weight) and self._invariant:
             return TiledLinear(PackedLinear(weight, None, _REFERENCE), (_REFERENCE,))
         return self.linear(weight, None)
 
-    @staticmethod
-    def _packs(weight: Tensor) -> bool:
-        return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and torch._C._has_mkldnn
+    def _plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        plain = PlainLinear(weight, bias)
+        reduced = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        return TiledLinear(plain, (_REFERENCE,)) if reduced and self._invariant else plain
+
+
+def _packs(weight: Tensor) -> bool:
+    """Whether oneDNN has packed bfloat16 products here (AVX-512 or better)."""
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and supported
 
 
 class PlainLinear:
     """The weight as it is."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.outputs = weight.shape[0]
         self._weight, self._bias = weight, bias
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -80,26 +88,26 @@ class PackedLinear:
 
 
 class TiledLinear:
-    """A packed weight that is only called with row counts that agree bit for bit."""
+    """A layer that is only called with row counts that agree bit for bit."""
 
-    def __init__(self, packed: PackedLinear, counts: tuple[int, ...]) -> None:
+    def __init__(self, layer: PackedLinear | PlainLinear, counts: tuple[int, ...]) -> None:
         """`counts` ascending."""
-        self._packed = packed
+        self._layer = layer
         self.counts = counts
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[rows, inputs] -> [rows, outputs]; a row's result depends on that row alone."""
         total = rows.shape[0]
         if total in self.counts:
-            return self._packed(rows)
-        out = rows.new_empty(total, self._packed.outputs)
+            return self._layer(rows)
+        out = rows.new_empty(total, self._layer.outputs)
         start = 0
         for count in cover(total, self.counts):
             piece = rows[start : start + count]
             used = piece.shape[0]
             if used < count:
                 piece = F.pad(piece, (0, 0, 0, count - used))
-            out[start : start + used] = self._packed(piece)[:used]
+            out[start : start + used] = self._layer(piece)[:used]
             start += used
         return out
 

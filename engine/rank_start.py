@@ -18,11 +18,12 @@ Report = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class RankParams:
-    """How the ranks of a worker find each other. `timeout_s`: for their start, and for one collective."""
+    """How the ranks of a worker find each other."""
 
     host: str
     secret: bytes
-    timeout_s: float
+    start_timeout_s: float  # for all of them to come
+    collective_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,14 @@ def start_leader(
     channel = LeaderChannel.bind(
         ranks.host,
         ranks.secret,
-        ranks.timeout_s,
+        ranks.collective_timeout_s,
         lambda rank, message: on_message(RankMessage(rank, message)),
         on_lost,
     )
     try:
         report("channel", {"address": channel.address})
-        channel.accept(engine.tensor_parallel, ranks.timeout_s)
+        channel.accept(engine.tensor_parallel, ranks.start_timeout_s)
+        channel.broadcast({"kind": "join"})
         group = _join(channel, engine, ranks, 0)
         runner = Runner(engine, group, progress, lambda plan: channel.broadcast({"kind": "step", "plan": plan}))
     except BaseException:
@@ -73,8 +75,9 @@ def start_follower(
     engine: EngineParams, ranks: RankParams, rank: int, leader_address: str
 ) -> tuple[Runner, FollowerChannel]:
     """Rank `rank`'s model, and its line to the leader. Raises RankLost, ConfigError."""
-    channel = FollowerChannel.connect(leader_address, rank, ranks.secret, ranks.timeout_s)
+    channel = FollowerChannel.connect(leader_address, rank, ranks.secret, ranks.collective_timeout_s)
     try:
+        channel.receive()  # "join": all ranks are here, so that nobody waits in the group for one that still starts
         group = _join(channel, engine, ranks, rank)
         runner = Runner(engine, group, _no_progress, broadcast=None)
     except BaseException:
@@ -111,4 +114,4 @@ def _no_progress(done: int, total: int) -> None:
 def _join(channel: LeaderChannel | FollowerChannel, engine: EngineParams, ranks: RankParams, rank: int) -> RankGroup:
     backend = "nccl" if engine.device == "cuda" else "gloo"
     size = engine.tensor_parallel
-    return TorchGroup.join(channel, backend, rank, size, ranks.timeout_s, ranks.host, engine.batch_invariant)
+    return TorchGroup.join(channel, backend, rank, size, ranks.collective_timeout_s, ranks.host, engine.batch_invariant)

@@ -72,14 +72,14 @@ class TorchCarrier:
     def __init__(self, name: str, group: Group, limit_s: float) -> None:
         self.name = name
         self.device = device_of(name)
-        self._group = group
+        self._group: Group | None = group
         self._peer = 1 - group.rank()
         self._limit = datetime.timedelta(seconds=limit_s)
 
     def send(self, payload: torch.Tensor) -> None:
         """Returns when the payload may be overwritten."""
         try:
-            self._group.send([payload], self._peer, 0).wait(self._limit)
+            self._open().send([payload], self._peer, 0).wait(self._limit)
             self._settle()
         except RuntimeError as error:
             raise CarrierFailed(_reason(self.name, error)) from error
@@ -87,15 +87,22 @@ class TorchCarrier:
     def receive(self, buffer: torch.Tensor) -> None:
         """Returns when the buffer is filled. A shorter message would leave its tail: sizes come from the header."""
         try:
-            self._group.recv([buffer], self._peer, 0).wait(self._limit)
+            self._open().recv([buffer], self._peer, 0).wait(self._limit)
             self._settle()
         except RuntimeError as error:
             raise CarrierFailed(_reason(self.name, error)) from error
 
     def close(self) -> None:
-        """Abort what is in flight and let the group go."""
-        with contextlib.suppress(RuntimeError):
-            self._group.abort()
+        """Abort what is in flight and let the group go, which closes its connection: the peer fails at once."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def _open(self) -> Group:
+        if self._group is None:
+            raise CarrierFailed(f"{self.name}: closed")
+        return self._group
 
     def _settle(self) -> None:
         """NCCL's wait only orders streams; the bytes are there when the stream has drained."""
@@ -132,8 +139,8 @@ class Rendezvous:
                     reason = "" if isinstance(self._result, TorchCarrier) else str(self._result)
                     self._flush()
                     self._wire.send("carrier", ready=not reason, reason=reason)
-                    reported = True
-                if self._wire.readable(_PUMP_S) and (report := self._handle(self._wire.receive())) is not None:
+                    reported = True  # what comes after both reports is no longer for us to read
+                elif self._wire.readable(_PUMP_S) and (report := self._handle(self._wire.receive())) is not None:
                     theirs = report
         finally:
             self._store.fail("the link's rendezvous is over")

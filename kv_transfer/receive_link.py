@@ -159,7 +159,7 @@ class ReceiveLink:
         if not (self._tickets or self._accepted or self._carrier_broken):
             limit += self._params.idle_close_s
         elif self._carrier_broken:
-            limit /= 2
+            limit *= 0.75  # the prefill rank's own carrier gives up after half
         if not self._wire.readable(limit):
             raise WireError(f"nothing from the peer for {limit:g} s")
         message = self._wire.receive()
@@ -283,6 +283,8 @@ class ReceiveLink:
             covered = self._placement.place(header, leg, payload)
         except CarrierFailed as error:
             _log.warning("the link from prefill rank %d goes on inline: %s", self._source, error)
+            self._carrier.close()  # its peer then fails at once too
+            self._carrier = InlineCarrier(self._wire)
             self._carrier_broken = True
             self._wire.send("carrier_failed", reason=str(error))
             return

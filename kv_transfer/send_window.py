@@ -126,7 +126,7 @@ class SendWindow:
             self._accepted(self._flights.get(field(message, "sequence", int)))
         elif kind == "ack":
             flight = self._pop(message)
-            if not flight.handed_over:
+            if not (flight.handed_over or self._switching):
                 raise WireError("a frame was acknowledged before its payload was sent")
             self._owner.frame_acknowledged(flight.part, flight.header.bytes)
         elif kind == "refuse":

@@ -23,6 +23,7 @@ MAX_PAYLOAD_BYTES = 64 << 20
 _PREFIX = struct.Struct("!3sBI")  # magic, kind, length
 _MAGIC = b"bKV"
 _CONTROL, _PAYLOAD = 1, 2
+_AHEAD_BYTES = 4096
 
 
 class WireError(Exception):
@@ -41,6 +42,10 @@ class Wire:
 
     def __init__(self, connection: socket.socket, limit_s: float) -> None:
         self._socket = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # bytes read beyond what was asked for: [start, stop)
+        self._start = self._stop = 0
         self.limit_s = limit_s
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.last_sent = self.last_received = time.monotonic()
@@ -55,15 +60,23 @@ class Wire:
             raise WireError(f"no connection to {address}: {error}") from error
         return Wire(connection, limit_s)
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds."""
+        return self._limit_s
+
+    @limit_s.setter
+    def limit_s(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._socket.settimeout(limit_s)
+
     def fileno(self) -> int:
-        """For polling."""
+        """For polling, after `readable` said no."""
         return self._socket.fileno()
 
     def readable(self, wait_s: float) -> bool:
         """Whether a message (or the end) has begun to arrive within `wait_s`."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(max(0.0, wait_s) * 1000))
+        return self._start < self._stop or bool(self._poll.poll(max(0.0, wait_s) * 1000))
 
     def send(self, kind: str, **fields: Any) -> None:
         """Write one control message. Raises WireError."""
@@ -74,8 +87,7 @@ class Wire:
 
     def send_payload(self, payload: memoryview) -> None:
         """Write a payload of flat bytes. Raises WireError."""
-        self._write(_PREFIX.pack(_MAGIC, _PAYLOAD, len(payload)), more=True)
-        self._write(payload)
+        self._write(_PREFIX.pack(_MAGIC, _PAYLOAD, len(payload)), payload)
 
     def receive(self) -> dict[str, Any] | Payload:
         """The next control message (a map with a text under "kind"), or the announcement of a payload.
@@ -97,20 +109,34 @@ class Wire:
 
     def receive_into(self, view: memoryview) -> None:
         """Fill `view` (flat bytes). Raises WireError."""
-        deadline = time.monotonic() + self.limit_s
+        deadline = time.monotonic() + self._limit_s
         got = 0
         try:
             while got < len(view):
-                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-                count = self._socket.recv_into(view[got:])
-                if count == 0:
-                    raise WireError("the peer closed the link")
+                if self._start == self._stop:
+                    got += self._read(view[got:])
+                    if time.monotonic() > deadline and got < len(view):
+                        raise TimeoutError
+                count = min(self._stop - self._start, len(view) - got)
+                view[got : got + count] = self._ahead[self._start : self._start + count]
+                self._start += count
                 got += count
         except TimeoutError as error:
-            raise WireError(f"nothing from the peer for {self.limit_s:g} s") from error
+            raise WireError(f"nothing from the peer for {self._limit_s:g} s") from error
         except OSError as error:
             raise WireError(f"the link broke: {error}") from error
         self.last_received = time.monotonic()
+
+    def _read(self, view: memoryview) -> int:
+        """One read: straight into a large `view`, else into the read-ahead. Bytes that went into `view`."""
+        large = len(view) >= _AHEAD_BYTES
+        count = self._socket.recv_into(view if large else self._ahead)
+        if count == 0:
+            raise WireError("the peer closed the link")
+        if large:
+            return count
+        self._start, self._stop = 0, count
+        return 0
 
     def interrupt(self) -> None:
         """End the link from any thread: reads and writes in progress raise WireError."""
@@ -122,13 +148,17 @@ class Wire:
         self.interrupt()
         self._socket.close()
 
-    def _write(self, data: bytes | memoryview, more: bool = False) -> None:
-        flags = getattr(socket, "MSG_MORE", 0) if more else 0
+    def _write(self, head: bytes, body: memoryview | None = None) -> None:
         try:
-            self._socket.settimeout(self.limit_s)
-            self._socket.sendall(data, flags)
+            if body is None:
+                self._socket.sendall(head)
+            else:
+                sent = self._socket.sendmsg([head, body]) - len(head)
+                if sent < 0:
+                    self._socket.sendall(head[sent:])
+                self._socket.sendall(body[max(sent, 0) :])
         except TimeoutError as error:
-            raise WireError(f"the peer takes nothing for {self.limit_s:g} s") from error
+            raise WireError(f"the peer takes nothing for {self._limit_s:g} s") from error
         except OSError as error:
             raise WireError(f"the link broke: {error}") from error
         self.last_sent = time.monotonic()

@@ -40,7 +40,7 @@ def run_leader(params: PrefillParams, report: Report, stop: Stop) -> None:
     try:
         sender = Sender(params.transfer, runner.kv, runner.layout, 0, inbox.put)
         try:
-            await_followers(inbox, params.engine.tensor_parallel, params.rank_timeout_s)
+            await_followers(inbox, params.engine.tensor_parallel, params.start_timeout_s)
             runner.warm_up()
             _serve(params, runner, sender, channel, inbox, report, stop)
         finally:
@@ -146,4 +146,4 @@ def _close_on_stop(channel: FollowerChannel, stop: Stop, ended: threading.Event)
 
 
 def _ranks(params: PrefillParams) -> RankParams:
-    return RankParams(params.host, params.secret, params.rank_timeout_s)
+    return RankParams(params.host, params.secret, params.start_timeout_s, params.rank_timeout_s)

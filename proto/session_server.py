@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 20  # many prompts may travel in one message
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a taken port is an error, never shared in silence
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),  # routers ping a quiet session every second
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )

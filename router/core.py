@@ -7,12 +7,13 @@ where, gate.py when.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, Cancelled, DeadlineExceeded, Exhausted, InternalError, Unavailable
@@ -21,33 +22,16 @@ from . import life_messages as m
 from .dispatch import RETRY_AFTER_S, Dispatcher, model_of
 from .leg_table import LegState
 from .life_messages import Peer
-from .live import Live
+from .live import Answer, Live
 from .metrics import Metrics, RouterState, WorkerState
 from .params import RouterParams
 from .placement import POLICIES
-from .requests import ChoiceEnd, Output, Prepared
+from .requests import ChoiceEnd, Prepared
 from .sessions import Member, SessionPool
 from .validate import ModelFacts
 from .worker_events import translate
 
 _log = logging.getLogger(__name__)
-
-
-class Answer:
-    """What `Core.submit` hands out. Leave it with `cancel` when the reader goes away before the end."""
-
-    def __init__(self, core: Core, live: Live) -> None:
-        self._core, self._live = core, live
-        self.request_id = live.request_id
-        self.prompt_tokens = len(live.request.prompt_ids)
-
-    def outputs(self) -> AsyncIterator[list[Output]]:
-        """The answer in order; raises the BatonError that ended it. To be read once."""
-        return self._live.mailbox.read()
-
-    def cancel(self) -> None:
-        """Ends the request on every worker; nothing happens when it is over."""
-        self._core.give_up(self._live, Cancelled("the client left"))
 
 
 class Core:
@@ -103,13 +87,13 @@ class Core:
         error = DeadlineExceeded(f"the deadline of {request.deadline_s:.3g} s passed")
         live.timer = asyncio.get_running_loop().call_later(request.deadline_s, self.give_up, live, error)
         self._handle(live, None)
-        return Answer(self, live)
+        return Answer(live, self.give_up)
 
     def give_up(self, live: Live, error: BatonError) -> None:
         """Ends the request with `error`, wherever it is."""
         if live.life.outcome is None:
             if isinstance(error, Cancelled):
-                self.metrics.cancellations.inc(_phase(live))
+                self.metrics.cancellations.inc(live.phase)
             self._handle(live, m.GiveUp(error))
 
     async def stop(self, grace_s: float) -> None:
@@ -195,6 +179,9 @@ class Core:
     def _handle(self, live: Live, event: m.Event | None) -> None:
         """Feeds an event (None = start) and all that follow from it; actions of one request may concern others."""
         self._work.append((live, event))
+        self._drain()
+
+    def _drain(self) -> None:
         if self._working:
             return
         self._working = True
@@ -210,7 +197,7 @@ class Core:
         match action:
             case m.Place():
                 self._count_placement(live, action)
-                self.dispatcher.place(live, action)
+                self._place(live, action)
             case m.EnterGate():
                 self.dispatcher.enter_gate(live, action)
             case m.Reserve(leg, _) | m.Prefill(leg, _, b""):  # the first command after the gate
@@ -226,6 +213,18 @@ class Core:
                 self.dispatcher.leg_over(live, leg)
             case m.End(error):
                 self._end(live, error)
+
+    def _place(self, live: Live, action: m.Place) -> None:
+        if action.after_s:
+            later = dataclasses.replace(action, after_s=0.0)
+            asyncio.get_running_loop().call_later(action.after_s, self._place_later, live, later)
+        else:
+            self.dispatcher.place(live, action)
+
+    def _place_later(self, live: Live, action: m.Place) -> None:
+        if live.life.outcome is None:
+            self.dispatcher.place(live, action)
+            self._drain()
 
     def _count_placement(self, live: Live, action: m.Place) -> None:
         leg = live.life.legs[action.leg.attempt]
@@ -296,9 +295,3 @@ class Core:
         )
         if not self._lives:
             self._idle.set()
-
-
-def _phase(live: Live) -> str:
-    """Where a cancelled request was."""
-    states = {leg.state.value for leg in live.life.legs.values()}
-    return states.pop() if len(states) == 1 else "mixed"

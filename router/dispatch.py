@@ -53,10 +53,6 @@ class Dispatcher:
         """A session ended; to be called before the legs there are told."""
         self._gates.pop(peer, None)
 
-    def outstanding(self, role: str, peer: Peer) -> int:
-        """Tokens that placement counts against the worker."""
-        return self._loads[role].of(peer)
-
     # ---- placing ---------------------------------------------------------------------------------------------------
 
     def place(self, live: Live, action: m.Place) -> None:

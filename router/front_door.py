@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from ..proto.errors import BatonError
-from .core import Answer, Core
+from .core import Core
+from .live import Answer
 from .params import RouterParams
 from .requests import ClientRequest, Prepared
 from .text_service import TextService

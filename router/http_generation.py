@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ..proto.errors import BatonError
-from .core import Answer
 from .front_door import FrontDoor
+from .live import Answer
 from .openai_answer import DONE, AnswerBuilder, Format, Wanted, error_body, event
 from .requests import ClientRequest, Output
 

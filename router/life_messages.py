@@ -154,8 +154,8 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Choose workers, then report Placed or Unplaceable. Those in `avoid` are the last choice; with `refused` set they
-    are none, and `refused` is then the reason to report. `cause`: first | retry | preempted."""
+    """Choose workers, `after_s` from now, then report Placed or Unplaceable. Those in `avoid` are the last choice; with
+    `refused` set they are none, and `refused` is then the reason to report. `cause`: first | retry | preempted."""
 
     leg: LegKey
     cause: str
@@ -163,6 +163,7 @@ class Place:
     prefer: Peer | None
     avoid: frozenset[Peer]
     refused: BatonError | None
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

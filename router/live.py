@@ -1,16 +1,17 @@
-"""One accepted request: its life, its answer, its measurements."""
+"""One accepted request, with its life, text and measurements, and the answer as the frontends see it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 
+from ..proto.errors import BatonError, Cancelled
 from ..text.tokenizer import Tokenizer
-from .life_messages import LegKey
 from .mailbox import Mailbox
 from .output import RequestOutput
 from .record import Record
 from .request_life import RequestLife
-from .requests import Prepared
+from .requests import Output, Prepared
 
 
 class Live:
@@ -26,5 +27,28 @@ class Live:
         self.mailbox = Mailbox()
         self.sampling = sampling.to_wire()
         self.deadline = now + request.deadline_s
-        self.queued_at: dict[LegKey, float] = {}
         self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def phase(self) -> str:
+        """Where its legs are, "mixed" when they differ."""
+        states = {leg.state.value for leg in self.life.legs.values()}
+        return states.pop() if len(states) == 1 else "mixed"
+
+
+class Answer:
+    """What the frontends read. Leave it with `cancel` when the client goes away before the end."""
+
+    def __init__(self, live: Live, give_up: Callable[[Live, BatonError], None]) -> None:
+        self._live = live
+        self._give_up = give_up
+        self.request_id = live.request_id
+        self.prompt_tokens = len(live.request.prompt_ids)
+
+    def outputs(self) -> AsyncIterator[list[Output]]:
+        """The answer in order; raises the BatonError that ended it. To be read once."""
+        return self._live.mailbox.read()
+
+    def cancel(self) -> None:
+        """Ends the request on every worker; nothing happens when it is over."""
+        self._give_up(self._live, Cancelled("the client left"))

@@ -76,28 +76,25 @@ class Outstanding:
     """Tokens outstanding per worker, counted by leg: a leg is added once and removed once, so no sum goes negative."""
 
     def __init__(self) -> None:
-        self._legs: dict[LegId, tuple[Peer, int]] = {}
+        self._peers: dict[LegId, Peer] = {}
+        self._tokens: dict[Peer, dict[LegId, int]] = {}
         self._sums: dict[Peer, int] = {}
 
     def add(self, leg: LegId, peer: Peer, tokens: int) -> None:
         """Counts the leg against `peer`; whatever it counted for before is removed."""
         self.remove(leg)
-        self._legs[leg] = (peer, tokens)
+        self._peers[leg] = peer
+        self._tokens.setdefault(peer, {})[leg] = tokens
         self._sums[peer] = self._sums.get(peer, 0) + tokens
 
     def remove(self, leg: LegId) -> None:
         """Counts the leg no longer; nothing happens when it is not counted."""
-        entry = self._legs.pop(leg, None)
-        if entry is not None:
-            peer, tokens = entry
-            self._sums[peer] -= tokens
-            if not self._sums[peer]:
-                del self._sums[peer]
+        peer = self._peers.pop(leg, None)
+        if peer is not None:
+            self._sums[peer] -= self._tokens[peer].pop(leg)
+            if not self._tokens[peer]:
+                del self._tokens[peer], self._sums[peer]
 
     def of(self, peer: Peer) -> int:
         """Tokens outstanding at `peer`."""
         return self._sums.get(peer, 0)
-
-    def legs(self) -> int:
-        """How many legs are counted."""
-        return len(self._legs)

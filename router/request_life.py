@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from ..proto import worker_pb2 as pb
-from ..proto.errors import BatonError, Cancelled, InternalError, Unavailable
+from ..proto.errors import BatonError, Cancelled, Exhausted, InternalError, Unavailable
 from . import life_messages as m
 from .ledger import Ledger
 from .leg_table import AT_PREFILL, TABLE, Do, LegEvent, LegState
 from .life_messages import Action, LegKey, Peer
+
+_FULL_WAIT_S = 0.5  # before an answer that has begun asks again for decode blocks that were refused
 
 
 class Outcome(Enum):
@@ -43,6 +46,17 @@ class Leg:
     ticket: bytes = b""
 
 
+class _Again(NamedTuple):
+    """How a leg is to be placed; see life_messages.Place."""
+
+    tries: int
+    cause: str
+    prefer: Peer | None
+    avoid: frozenset[Peer]
+    refused: BatonError | None
+    after_s: float
+
+
 class RequestLife:
     """One request. `handle` is the only way to change it; an event that makes no sense now changes nothing."""
 
@@ -64,7 +78,7 @@ class RequestLife:
 
     def start(self) -> list[Action]:
         """Begins the first leg, with all choices."""
-        return self._open(list(range(len(self.ledgers))), 0, "first", None, frozenset(), None)
+        return self._open(list(range(len(self.ledgers))), _Again(0, "first", None, frozenset(), None, 0.0))
 
     def generated(self, leg: Leg) -> list[int]:
         """The output so far that a resumed leg starts from; [] for a leg that begins its choices."""
@@ -141,7 +155,7 @@ class RequestLife:
         self.preemptions += 1
         leg.choices.remove(choice)
         actions = self._step(leg, LegEvent.PREEMPTED)
-        actions += self._open([choice], leg.tries, "preempted", None, frozenset(), None)
+        actions += self._open([choice], _Again(leg.tries, "preempted", None, frozenset(), None, 0.0))
         return actions + self._close_if_done(leg)
 
     def _failed(self, leg: Leg, peer: Peer, error: BatonError) -> list[Action]:
@@ -231,34 +245,35 @@ class RequestLife:
         return []  # EMIT and MOVE are done where the event's content is at hand
 
     def _again(self, leg: Leg, event: LegEvent, error: BatonError) -> list[Action]:
-        """Repeats the unfinished choices of a leg that failed: together if none has begun, else each in its own leg."""
-        if leg.tries + 1 >= self.attempts_limit:
+        """Repeats the unfinished choices of a leg that failed: together if none has begun, else each in its own leg.
+
+        An answer that has begun does not end because pools are full: that waits, and counts as no failed try.
+        """
+        choices = [choice for choice in leg.choices if not self.ledgers[choice].finished]
+        begun = any(self.ledgers[choice].token_ids for choice in choices)
+        full = error.code == Exhausted.code
+        tries = leg.tries if full and begun else leg.tries + 1
+        if tries >= self.attempts_limit:
             return self._end(error)
         self.retries += 1
-        choices = [choice for choice in leg.choices if not self.ledgers[choice].finished]
         for choice in choices:
             self.ledgers[choice].forget_early()
-        begun = any(self.ledgers[choice].token_ids for choice in choices)
-        culprit = leg.decode if event is LegEvent.DECODE_GONE else leg.prefill
-        avoid = leg.avoid | {culprit} if culprit else leg.avoid
-        prefer = leg.prefill if event is LegEvent.DECODE_GONE else None
-        refused = error if not begun and error.code == "exhausted" else None
-        actions: list[Action] = []
-        for group in [[choice] for choice in choices] if begun else [choices]:
-            actions += self._open(group, leg.tries + 1, "retry", prefer, avoid, refused)
-        return actions
+        decode_gone = event is LegEvent.DECODE_GONE
+        culprit = leg.decode if decode_gone else leg.prefill
+        again = _Again(
+            tries,
+            "retry",
+            leg.prefill if decode_gone else None,
+            leg.avoid | {culprit} if culprit else leg.avoid,
+            error if full and not begun else None,
+            max(error.retry_after_s, _FULL_WAIT_S) if full and begun else 0.0,
+        )
+        groups = [[choice] for choice in choices] if begun else [choices]
+        return [action for group in groups for action in self._open(group, again)]
 
-    def _open(
-        self,
-        choices: list[int],
-        tries: int,
-        cause: str,
-        prefer: Peer | None,
-        avoid: frozenset[Peer],
-        refused: BatonError | None,
-    ) -> list[Action]:
+    def _open(self, choices: list[int], how: _Again) -> list[Action]:
         self._attempt += 1
         left = self.max_tokens - len(self.ledgers[choices[0]].token_ids)
         key = LegKey(self._attempt, choices[0])
-        self.legs[key.attempt] = Leg(key, choices, tries, needs_decode=left > 1, avoid=avoid)
-        return [m.Place(key, cause, left > 1, prefer, avoid, refused)]
+        self.legs[key.attempt] = Leg(key, choices, how.tries, needs_decode=left > 1, avoid=how.avoid)
+        return [m.Place(key, how.cause, left > 1, how.prefer, how.avoid, how.refused, how.after_s)]

@@ -1,19 +1,17 @@
-"""A decode worker's book: commit, batch, preemption, and every leg's one end. LC-03, LC-05, SP-02, SP-03 at this level."""
+"""A decode worker's book: commit, batch, preemption, and every leg's one end. LC-03, LC-05, SP-02."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import permutations
 
 import pytest
+from baton.decode_worker.effects import Effect
 from baton.engine.step import SampledToken
 from baton.proto import worker_pb2 as pb
 from baton.proto.errors import TransferFailed
-from baton.proto.leg import Leg, LegKey
 from baton.tests.harness.legs_rig import BLOCK, DecodeBook, drawn, first_tokens, leg
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def run_out(book: DecodeBook, steps: int = 200) -> None:
@@ -29,8 +27,11 @@ def test_a_leg_is_committed_when_all_ranks_and_the_first_tokens_are_there(first_
     book = DecodeBook(ranks=2)
     one = book.submit(leg(5, 4))
     book.step()
-    news = [lambda: book.legs.arrived(one.key, 0, 100, 2, 3.0), lambda: book.legs.arrived(one.key, 1, 50, 1, 3.0)]
-    news.insert(0 if first_is_early else 2, lambda: book.legs.first_tokens(one.key, first_tokens(one), 3.0))
+    news: list[Callable[[], Sequence[Effect]]] = [
+        partial(book.legs.arrived, one.key, 0, 100, 2, 3.0),
+        partial(book.legs.arrived, one.key, 1, 50, 1, 3.0),
+    ]
+    news.insert(0 if first_is_early else 2, partial(book.legs.first_tokens, one.key, first_tokens(one), 3.0))
     for number, deliver in enumerate(news):
         assert len(book.of("committed")) == 0, number
         book.do(deliver())
@@ -38,7 +39,9 @@ def test_a_leg_is_committed_when_all_ranks_and_the_first_tokens_are_there(first_
     (committed,) = book.of("committed")
     assert (committed.bytes, committed.frames, committed.reserved_s) == (150, 3, 3.0)
     (repeated,) = book.of("tokens")
-    assert [(s.request_id, s.attempt, s.token.index, s.token.token_id) for s in repeated.tokens] == [(one.key[0], 1, 0, 7)]
+    assert [(s.request_id, s.attempt, s.token.index, s.token.token_id) for s in repeated.tokens] == [
+        (one.key[0], 1, 0, 7)
+    ]
     run_out(book)
     said = [step.token for body in book.of("tokens") for step in body.tokens]
     assert [(token.index, token.finish_reason) for token in said] == [(0, ""), (1, ""), (2, ""), (3, "length")]
@@ -265,102 +268,3 @@ def test_lc_05_waiting_reservations_are_cancelled_without_blocks() -> None:
     book.do(book.legs.cancel(("never seen", 1, 0)))
     run_out(book)
     assert [book.legs.load().waiting, book.pool.used, len(book.finished())] == [0, 0, 1]
-
-
-def fingerprint(book: DecodeBook) -> tuple[int, ...]:
-    """What changes whenever something moves (SP-03)."""
-    load = book.legs.load()
-    return (load.steps, load.running, load.waiting, load.held_legs, load.preemptions, len(book.told))
-
-
-class Walk:
-    """A worker under random requests, deliveries, failures and cancels; preempted choices come back."""
-
-    def __init__(self, rng: random.Random, book: DecodeBook, ranks: int) -> None:
-        self.rng = rng
-        self.book = book
-        self.ranks = ranks
-        self.live: dict[LegKey, Leg] = {}
-        self.preempted: Counter[tuple[str, int]] = Counter()
-        self.cancelled: set[str] = set()
-        self._told = 0
-
-    def arrive(self) -> None:
-        """A new request, perhaps."""
-        if self.rng.random() < 0.4:
-            half = self.book.pool.total * BLOCK // 2
-            length, more = self.rng.randint(1, half), self.rng.randint(2, half)
-            choices = range(self.rng.choice([1, 1, 1, 2]) if length < 6 else 1)
-            self.submit(leg(length, more, choices=choices, first=self.rng.choice([0, 0, 40])))
-
-    def submit(self, one: Leg) -> None:
-        self.live[one.key] = self.book.submit(one)
-
-    def deliver(self, chance: float) -> None:
-        """Transfers end well or badly."""
-        for key in list(self.book.expected):
-            if self.rng.random() < chance:
-                self.book.arrive(self.live[key], self.ranks)
-            elif self.rng.random() < 0.1 * (1 - chance):
-                self.book.do(self.book.legs.receive_failed(key, TransferFailed("lost")))
-
-    def cancel(self) -> None:
-        """Somebody leaves, perhaps."""
-        if self.live and self.rng.random() < 0.15:
-            victim = self.rng.choice(list(self.live))
-            self.cancelled.add(victim[0])
-            self.book.do(self.book.legs.cancel(victim))
-
-    def step(self) -> bool:
-        """One turn of the worker; whether anything moved."""
-        before = fingerprint(self.book)
-        self.book.step()
-        for event in self.book.told[self._told :]:
-            if event.WhichOneof("event") == "preempted":
-                self._resume(event.preempted)
-        self._told = len(self.book.told)
-        return fingerprint(self.book) != before
-
-    def _resume(self, lost: pb.Preempted) -> None:
-        one = self.live[lost.leg.request_id, lost.leg.attempt, lost.leg.first_choice]
-        assert not one.generated, "a resumed leg was preempted again"
-        name = (lost.leg.request_id, lost.choice)
-        self.preempted[name] += 1
-        steps = [step for body in self.book.of("tokens") for step in body.tokens]
-        said = [step.token.token_id for step in steps if (step.request_id, step.token.choice) == name]
-        length, most = len(one.prompt), one.sampling.max_tokens
-        self.submit(leg(length, most, choices=(lost.choice,), generated=said, first=one.prompt[0]))
-
-    def check(self) -> None:
-        """Nothing is left, and every choice of every leg ended once."""
-        load = self.book.legs.load()
-        left = (load.running, load.waiting, load.held_legs, load.used_blocks)
-        assert left == (0, 0, 0, 0), repr(self.book.legs)
-        finished = self.book.finished()
-        failed = {failure.leg.request_id for failure in self.book.of("failed")}
-        assert max(finished.values(), default=0) <= 1
-        for one in self.live.values():
-            if one.key[0] not in self.cancelled | failed:
-                names = [(one.key[0], choice) for choice in one.choices]
-                assert [finished[name] + self.preempted[name] for name in names] == [1] * len(names), one
-
-
-@given(seed=st.integers(0, 100_000), blocks=st.integers(8, 16), cache=st.booleans(), ranks=st.sampled_from([1, 2]))
-@settings(max_examples=60, deadline=None)
-def test_sp_03_a_walk_never_stalls_leaks_or_ends_a_choice_twice(
-    seed: int, blocks: int, cache: bool, ranks: int
-) -> None:
-    rng = random.Random(seed)
-    book = DecodeBook(blocks=blocks, seats=rng.choice([3, 16]), ranks=ranks, prefix_cache=cache)
-    walk = Walk(rng, book, ranks)
-    for _ in range(100):
-        walk.arrive()
-        walk.deliver(0.5)
-        walk.cancel()
-        waiting, transfers = book.legs.load().waiting, bool(book.expected)
-        assert walk.step() or transfers or not waiting, repr(book.legs)
-    for _ in range(3000):
-        walk.deliver(1.0)
-        if not walk.step() and not book.expected:
-            break
-    walk.check()

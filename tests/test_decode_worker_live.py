@@ -7,23 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from baton.engine.ranks import RankLost
+from baton.engine.channel import RankLost
 from baton.engine.runner import Runner
 from baton.proto import failpoints
 from baton.proto import worker_pb2 as pb
 from baton.proto.leg import key_of, ref_of
 from baton.tests.harness.monolithic import Monolithic, sampling
-from baton.tests.harness.worker_rig import (
-    Answer,
-    Router,
-    WorkerProcess,
-    decode_params,
-    engine_params,
-    leg_message,
-    pair,
-    prefill_params,
-    session,
-)
+from baton.tests.harness.worker_rig import WorkerProcess, decode_params, engine_params, prefill_params, session
+from baton.tests.harness.worker_router import Answer, Router, leg_message, pair
 
 
 def prompt_of(length: int, start: int = 7) -> list[int]:
@@ -37,17 +28,13 @@ def alone(tiny_dir: Path) -> Monolithic:
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-async def test_a_pool_that_holds_a_third_finishes_all(
-    tiny_dir: Path, alone: Monolithic, tensor_parallel: int
-) -> None:
+async def test_a_pool_that_holds_a_third_finishes_all(tiny_dir: Path, alone: Monolithic, tensor_parallel: int) -> None:
     """Waiting reservations and preemption: everybody ends with the right tokens."""
     rng = random.Random(5)
     asked = [(prompt_of(rng.randint(1, 30), index), rng.randint(2, 30)) for index in range(24)]
     decode = engine_params(tiny_dir, kv_blocks=20, tensor_parallel=tensor_parallel)
     async with pair(prefill_params(engine_params(tiny_dir)), decode_params(decode, reserve_wait_s=60.0)) as router:
-        answers = await asyncio.gather(
-            *(router.generate(prompt, sampling(max_tokens=most)) for prompt, most in asked)
-        )
+        answers = await asyncio.gather(*(router.generate(prompt, sampling(max_tokens=most)) for prompt, most in asked))
         assert router.decode.load.preemptions > 0
     for (prompt, most), answer in zip(asked, answers, strict=True):
         assert answer.ids() == alone.run(prompt, max_tokens=most)[0].token_ids
@@ -122,7 +109,7 @@ async def test_lc_10_a_prompt_that_prefill_refuses_is_never_decoded(tiny_dir: Pa
         leg = leg_message(prompt_of(20), sampling(max_tokens=5))
         ticket = await router.reserve(leg)
         await router.prefill.send(pb.RouterCommand(prefill=pb.Prefill(leg=leg, ticket=ticket.ticket)))
-        (failed,) = await router.prefill.until(lambda: router.prefill.of(key_of(leg), "failed"))
+        failed = await router.prefill.failed(key_of(leg))
         assert (failed.code, failed.field) == ("invalid_request", "prompt")
         await router.decode.send(pb.RouterCommand(cancel=pb.Cancel(leg=ref_of(key_of(leg)))))
         await router.decode.wait_idle()
@@ -143,7 +130,7 @@ async def test_a_broken_engine_fails_every_leg_and_ends_the_worker(
         legs = [leg_message(prompt_of(20), sampling(max_tokens=1)) for _ in range(3)]
         await side.send(*(pb.RouterCommand(prefill=pb.Prefill(leg=leg)) for leg in legs))
         for leg in legs:
-            (failed,) = await side.until(lambda leg=leg: side.of(key_of(leg), "failed"))
+            failed = await side.failed(key_of(leg))
             assert (failed.code, "out of memory" in failed.message) == ("unavailable", True)
         await asyncio.to_thread(worker.join)
     assert isinstance(worker.failure, RuntimeError)

@@ -11,7 +11,8 @@ SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536), (320, 64), (640, 576
 
 
 def _weight(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
-    return (torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) * inputs**-0.5).bfloat16()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -43,6 +44,14 @@ def test_which_layer_for_which_weight() -> None:
     assert isinstance(Packing(batch_invariant=False).linear(_weight(64, 64), None), PackedLinear)
 
 
+def test_without_packed_products_rows_are_still_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.engine.linear._packs", lambda weight: False)
+    linear = Packing(batch_invariant=True).linear(_weight(576, 576), None)
+    assert isinstance(linear, TiledLinear)
+    rows = _weight(100, 576, seed=1)
+    assert torch.equal(linear(rows[40:41]), linear(rows)[40:41])
+
+
 @pytest.mark.parametrize("counts", [ROW_COUNTS, (32,), (8, 32, 128)])
 def test_cover_is_enough_and_not_wasteful(counts: tuple[int, ...]) -> None:
     for rows in range(1, 1500):
@@ -55,4 +64,4 @@ def test_cover_is_enough_and_not_wasteful(counts: tuple[int, ...]) -> None:
 def test_padded_rows_need_no_more_padding() -> None:
     for rows in range(1, 1500):
         assert padded_rows(padded_rows(rows)) == padded_rows(rows)
-    assert [padded_rows(rows) for rows in (1, 2, 9, 20, 33, 64, 130, 400, 512)] == [1, 8, 16, 32, 64, 64, 136, 512, 512]
+    assert [padded_rows(rows) for rows in (1, 2, 9, 20, 33, 64, 130, 400, 512)] == [1, 8, 16, 32, 33, 64, 136, 512, 512]

@@ -39,7 +39,7 @@ model = Model(weights.config, weights, engine_params(large, dtype, 16, 1, True, 
 after = process.memory_info().rss
 running = False
 thread.join()
-print(plan.resident, plan.peak, after - before, peak - before)
+print(plan.resident, plan.peak, after - before, max(peak, after) - before)
 """
 
 
@@ -54,4 +54,4 @@ def test_ml_07_predicted_memory_is_what_loading_takes(tmp_path: Path, dtype: str
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     resident, peak, measured, highest = (int(number) / MIB for number in run.stdout.split())
     assert 0.9 * resident < measured <= highest < 1.1 * peak
-    assert peak < 1.6 * resident
+    assert peak < 2 * highest

@@ -9,10 +9,13 @@ import pytest
 from baton.engine.block_pool import BlockPool
 from baton.engine.local import LocalEngine
 from baton.tests.harness.hf_reference import Greedy, difference, greedy, load_reference
+from baton.tests.harness.prompts import TEXTS, long_text
 from baton.tests.harness.ranks import leader
 from baton.tests.harness.tiny_model import write_tiny_model
 from baton.tests.test_engine_local import ids, mixed, run, sampling
 from baton.tests.test_engine_runner import build, engine_params
+from baton.text.source import ModelSource
+from baton.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 20
 
@@ -97,3 +100,17 @@ def test_tensor_parallel_equals_one_rank(tmp_path: Path, ranks: int, heads: int,
         assert ids(engine.generate(mixed(), 16, 8)) == ids(expected)
         assert engine.preemptions > 0
         assert pool.used == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_real_weights_equal_transformers(smol_source: ModelSource, smol_tokenizer: Tokenizer) -> None:
+    """SmolLM2-135M in float32, all prompts in one batch."""
+    texts = [*(TEXTS[name] for name in ("one-token", "question", "german", "chinese", "python")), long_text(30)]
+    prompts = [smol_tokenizer.encode(text, special=True, bos=None) for text in texts]
+    requests = [(prompt, sampling(temperature=0.0, max_tokens=MAX_TOKENS)) for prompt in prompts]
+    runner = build(Path("smollm2-135m-instruct"), block_size=16, kv_blocks=64, layer_group=6)
+    results, _, _ = run(runner, requests, chunk=100)
+    reference = load_reference(smol_source.path)
+    for prompt, (choice,) in zip(prompts, results, strict=True):
+        assert difference(choice.token_ids, greedy(reference, prompt, MAX_TOKENS, frozenset())) == ""

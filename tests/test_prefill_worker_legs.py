@@ -1,4 +1,4 @@
-"""A prefill worker's book: who holds which blocks, and what routers are told. LC-03, LC-05, LC-09, SP-01 at this level."""
+"""A prefill worker's book: who holds which blocks, and what routers are told. LC-03, LC-05, LC-09, SP-01."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def test_a_leg_goes_through_its_phases() -> None:
     assert book.legs.phase(one.key) is Phase.HELD
     assert [book.count("first"), book.finishing] == [1, {one.key}]
     book.sent(one.key)
-    assert [book.count("sent"), book.pool.used] == [1, 3]  # until the router releases: the leg may have to be sent again
+    assert [book.count("sent"), book.pool.used] == [
+        1,
+        3,
+    ]  # until the router releases: the leg may have to be sent again
     book.do(book.legs.release(one.key))
     assert book.legs.phase(one.key) is None
     assert book.pool.used == 0
@@ -159,7 +162,9 @@ def test_a_broken_engine_fails_every_leg_once() -> None:
 
 def test_sp_01_a_prompt_larger_than_the_pool_is_refused_with_the_numbers() -> None:
     book = PrefillBook(blocks=16)
-    with pytest.raises(InvalidRequest, match=r"65 tokens needs 17 KV blocks of 4 tokens.*has 16 \(64 tokens\)") as caught:
+    with pytest.raises(
+        InvalidRequest, match=r"65 tokens needs 17 KV blocks of 4 tokens.*has 16 \(64 tokens\)"
+    ) as caught:
         book.submit(leg(65))
     assert caught.value.field == "prompt"
     book.submit(leg(64))

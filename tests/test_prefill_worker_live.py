@@ -12,7 +12,8 @@ from baton.proto import failpoints
 from baton.proto import worker_pb2 as pb
 from baton.proto.leg import key_of, ref_of
 from baton.tests.harness.monolithic import Monolithic, sampling
-from baton.tests.harness.worker_rig import Answer, decode_params, engine_params, leg_message, pair, prefill_params
+from baton.tests.harness.worker_rig import decode_params, engine_params, prefill_params
+from baton.tests.harness.worker_router import Answer, leg_message, pair
 
 LENGTHS = (1, 3, 4, 5, 8, 15, 16, 17, 33, 60)
 
@@ -126,17 +127,15 @@ async def test_a_prompt_as_long_as_the_context_and_one_token_too_long(tiny_dir: 
             (leg_message([5, 320], sampling()), "token_ids"),
         ):
             await router.prefill.send(pb.RouterCommand(prefill=pb.Prefill(leg=leg)))
-            (failed,) = await router.prefill.until(lambda leg=leg: router.prefill.of(key_of(leg), "failed"))
+            failed = await router.prefill.failed(key_of(leg))
             assert (failed.code, failed.field) == ("invalid_request", field)
         leg = leg_message(prompt_of(200), sampling(max_tokens=58))
         await router.decode.send(pb.RouterCommand(reserve=pb.Reserve(leg=leg)))
-        (failed,) = await router.decode.until(lambda: router.decode.of(key_of(leg), "failed"))
+        failed = await router.decode.failed(key_of(leg))
         assert (failed.code, failed.field) == ("invalid_request", "max_tokens")
 
 
-async def test_lc_06_a_cancelled_prompt_stops_within_one_chunk(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lc_06_a_cancelled_prompt_stops_within_one_chunk(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failpoints, "_ACTIONS", {"prefill.chunk": "sleep(0.1)"})
     slow = prefill_params(engine_params(tiny_dir), max_batch_tokens=8)
     async with pair(slow, decode_params(engine_params(tiny_dir))) as router:
@@ -163,7 +162,7 @@ async def test_cf_03_a_leg_that_fails_at_a_gate_keeps_its_reason_and_its_neighbo
         ticket = await router.reserve(leg)
         await router.prefill.send(pb.RouterCommand(prefill=pb.Prefill(leg=leg, ticket=ticket.ticket)))
         side = router.prefill if point.startswith("prefill") else router.decode
-        (failed,) = await side.until(lambda: side.of(key_of(leg), "failed"))
+        failed = await side.failed(key_of(leg))
         assert (failed.code, failed.message) == ("internal", f"failpoint {point}")
         monkeypatch.setattr(failpoints, "_ACTIONS", {})
         for session in (router.prefill, router.decode):

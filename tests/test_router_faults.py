@@ -1,4 +1,4 @@
-"""What the router does when workers refuse, fail, fall silent or come back (LC-*, CF-*, API-05), by scripted workers."""
+"""What the router does when scripted workers refuse, fail, fall silent or come back (LC-*, CF-*, API-05)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-
 from baton.proto import baton_pb2 as api
 from baton.proto import worker_pb2 as pb
+
 from tests.harness.router_rig import EOS_ID, Collected, FakeWorker, RouterRig, key_of, ref_of, router_rig, say
 
 LONG = "abcdefghijklmnopqrstuvwxyz"
@@ -107,7 +107,7 @@ async def test_lc_08_decode_accepts_then_resets(rig: RouterRig) -> None:
     decode = rig.cluster["decode-0"]
 
     async def die(leg: pb.Leg) -> None:
-        asyncio.get_running_loop().create_task(decode.kill())  # noqa: RUF006
+        asyncio.get_running_loop().create_task(decode.kill())
 
     decode.on_reserve = die
     results = await asyncio.wait_for(asyncio.gather(*(status(rig, prompt="x") for _ in range(50))), 3)
@@ -249,8 +249,9 @@ async def test_api_05_the_only_decode_worker_lost_is_an_error_and_never_a_stop(r
 async def test_api_05_failure_after_the_first_event_is_in_band_over_http(rig: RouterRig, stream: bool) -> None:
     rig.cluster.script = say(LONG)
     rig.cluster["decode-0"].step_s = 0.05
-    asyncio.get_running_loop().call_later(0.3, lambda: kills.append(asyncio.ensure_future(decode.kill())))
-    decode, kills = rig.cluster["decode-0"], list[asyncio.Future[None]]()
+    kills: list[asyncio.Future[None]] = []
+    kill = rig.cluster["decode-0"].kill
+    asyncio.get_running_loop().call_later(0.3, lambda: kills.append(asyncio.ensure_future(kill())))
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 50, "stream": stream})
     if not stream:
         assert (response.status_code, response.json()["error"]["type"]) == (503, "server_error")

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
 from baton.proto import baton_pb2 as api
 from baton.router.errors import AddressTaken
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
 from tests.harness.router_rig import CONTEXT, EOS_ID, RouterRig, router_rig, say
 
 
@@ -197,31 +197,38 @@ async def test_api_01_cancelled_streams_stop_their_workers(rig: RouterRig) -> No
     assert (await rig.generate(prompt="x", max_tokens=2)).ids == {0: [97, 97]}
 
 
+async def wait_for_health(rig: RouterRig, service: str, wanted: int) -> None:
+    """Follows Health.Watch until the service has the wanted status."""
+    watch = rig.channel.unary_stream(
+        "/grpc.health.v1.Health/Watch",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )(health_pb2.HealthCheckRequest(service=service), timeout=2)
+    async for update in watch:
+        if update.status == wanted:
+            break
+    watch.cancel()
+
+
 async def test_models_health_and_reflection(rig: RouterRig) -> None:
     models = (await rig.stub.ListModels(api.ListModelsRequest())).models
     assert [(model.name, model.max_model_len) for model in models] == [("tiny", CONTEXT)]
-    health = health_pb2_grpc.HealthStub(rig.channel)
     for service in ("", "baton.v1.Baton"):
-        watch = health.Watch(health_pb2.HealthCheckRequest(service=service))
-        while (await asyncio.wait_for(watch.read(), 2)).status != health_pb2.HealthCheckResponse.SERVING:
-            pass
-        watch.cancel()
-    stub = reflection_pb2_grpc.ServerReflectionStub(rig.channel)
-    ask = reflection_pb2.ServerReflectionRequest(list_services="")
-    call = stub.ServerReflectionInfo(iter([ask]))
-    names = {service.name for reply in [await call.read()] for service in reply.list_services_response.service}
-    assert {"baton.v1.Baton", "grpc.health.v1.Health"} <= names
-    call.cancel()
+        await wait_for_health(rig, service, health_pb2.HealthCheckResponse.SERVING)
+    call = rig.channel.stream_stream(
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    async for reply in call:
+        names = {service.name for service in reply.list_services_response.service}
+        assert {"baton.v1.Baton", "grpc.health.v1.Health"} <= names
 
 
 async def test_health_follows_the_workers(rig: RouterRig) -> None:
-    health = health_pb2_grpc.HealthStub(rig.channel)
-    call = health.Watch(health_pb2.HealthCheckRequest(service=""))
-    while (await asyncio.wait_for(call.read(), 2)).status != health_pb2.HealthCheckResponse.SERVING:
-        pass
+    await wait_for_health(rig, "", health_pb2.HealthCheckResponse.SERVING)
     await rig.cluster.set_state("decode-0", "draining")
-    assert (await asyncio.wait_for(call.read(), 2)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    call.cancel()
+    await wait_for_health(rig, "", health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 async def test_a_taken_port_is_an_error_that_names_it(rig: RouterRig, tmp_path: Path) -> None:

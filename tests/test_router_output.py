@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-
 from baton.proto import worker_pb2 as pb
 from baton.proto.errors import InternalError
 from baton.router.ledger import Ledger
@@ -17,6 +15,7 @@ from baton.router.requests import ChoiceEnd, Chunk, ClientRequest, Output
 from baton.router.validate import ModelFacts, prepare
 from baton.text.source import resolve
 from baton.text.tokenizer import Tokenizer
+
 from tests.harness.router_rig import CONTEXT, EOS_ID, LIMITS, VOCAB, write_model
 
 
@@ -119,8 +118,7 @@ async def test_mailbox_gives_what_is_there_before_the_error() -> None:
     mailbox = Mailbox()
     mailbox.put(Chunk(0, 0, [1], "a", []))
     mailbox.close(InternalError("later"))
-    seen: list[list[Output]] = []
+    answer = mailbox.read()
+    assert await anext(answer) == [Chunk(0, 0, [1], "a", [])]
     with pytest.raises(InternalError):
-        async for items in mailbox.read():
-            seen.append(items)  # noqa: PERF401
-    assert len(seen) == 1
+        await anext(answer)

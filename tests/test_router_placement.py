@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from baton.router.gate import LookaheadGate
 from baton.router.life_messages import LegKey, Peer
 from baton.router.placement import Candidate, LeastLoaded, LegId, Outstanding, RoundRobin, pick
+from hypothesis import given
+from hypothesis import strategies as st
 
 A, B, C = Peer("w-0", "1"), Peer("w-1", "1"), Peer("w-2", "1")
 
@@ -72,12 +71,22 @@ def test_gate_lets_through_up_to_the_lookahead_in_order() -> None:
     gate = LookaheadGate(100)
     assert gate.enter(leg("a"), 60) == [leg("a")]
     assert gate.enter(leg("b"), 60) == [leg("b")]  # 60 outstanding: within the lookahead
-    assert gate.enter(leg("c"), 1) == []  # 120 outstanding
-    assert gate.enter(leg("d"), 1) == []
-    assert len(gate) == 2
+    assert gate.enter(leg("c"), 60) == []  # 120 outstanding
+    assert gate.enter(leg("d"), 60) == []
     assert gate.leave(leg("c")) == []  # cancelled in the queue
     assert gate.leave(leg("a")) == [leg("d")]
     assert gate.leave(leg("a")) == []
+
+
+def test_sp_04_gate_does_not_hold_short_prompts_behind_long_ones() -> None:
+    gate = LookaheadGate(16)
+    assert gate.enter(leg("long"), 200) == [leg("long")]
+    assert gate.enter(leg("longer"), 300) == []
+    shorts = [leg(f"short-{i}") for i in range(8)]
+    assert [bool(gate.enter(short, 4)) for short in shorts] == [True] * 5 + [False] * 3  # 16 outstanding, then 20
+    assert gate.leave(shorts[0]) == [shorts[5]]
+    assert gate.leave(leg("long")) == [leg("longer")]  # the oldest now: overtaken by all, so it is not kept waiting
+    assert gate.leave(shorts[1]) == [shorts[6]]
 
 
 def test_gate_never_blocks_an_idle_worker() -> None:

@@ -7,9 +7,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from baton.proto import worker_pb2 as pb
 from baton.proto.errors import (
     BatonError,
@@ -25,6 +22,8 @@ from baton.router import life_messages as m
 from baton.router.leg_table import TABLE, Do, LegEvent, LegState
 from baton.router.life_messages import LegKey, Peer
 from baton.router.request_life import Outcome, RequestLife
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 P, P2, D, D2 = Peer("prefill-0", "a"), Peer("prefill-1", "a"), Peer("decode-0", "a"), Peer("decode-1", "a")
 K1, K2, K3 = LegKey(1, 0), LegKey(2, 0), LegKey(3, 1)
@@ -118,6 +117,19 @@ def test_refused_by_decode_tries_another_then_gives_the_reason() -> None:
     ]
     assert life.handle(m.Unplaceable(K2, full)) == [m.LegOver(K2), m.End(full)]
     assert life.outcome is Outcome.FAILED
+
+
+def test_an_answer_that_has_begun_waits_while_the_pools_are_full() -> None:
+    life = decoding(max_tokens=10)
+    life.handle(m.Preempted(K1, D, 0))
+    for attempt in range(2, 12):
+        key = LegKey(attempt, 0)
+        life.handle(m.Placed(key, P, D))
+        life.handle(m.LetThrough(key))
+        place = life.handle(m.Failed(key, D, Exhausted("full", retry_after_s=2.0)))[-1]
+        assert isinstance(place, m.Place)
+        assert (place.after_s, place.refused) == (2.0, None)
+    assert life.outcome is None
 
 
 def test_failed_transfer_repeats_with_the_same_prefill_worker() -> None:
@@ -324,7 +336,9 @@ ERRORS: tuple[BatonError, ...] = (
 )
 
 
-def _tokens(life: RequestLife, leg_choices: list[int], rng: random.Random, ahead: int, max_tokens: int) -> list[pb.Token]:
+def _tokens(
+    life: RequestLife, leg_choices: list[int], rng: random.Random, ahead: int, max_tokens: int
+) -> list[pb.Token]:
     made = []
     for choice in leg_choices:
         start = max(0, len(life.ledgers[choice].token_ids) - rng.randrange(2))

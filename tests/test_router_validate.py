@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from baton.proto.errors import InvalidRequest
 from baton.router.requests import ClientRequest, Prepared
 from baton.router.validate import ModelFacts, check_size, prepare
+
 from tests.harness.router_rig import CONTEXT, LIMITS, VOCAB
 
 FACTS = ModelFacts(CONTEXT, VOCAB)
@@ -27,7 +27,8 @@ def test_defaults_are_neutral() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, 0, 1.0, 0.0)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0)
     assert (sampling.n, sampling.max_tokens, sampling.min_tokens) == (1, CONTEXT - 3, 0)
-    assert (sampling.seed, sampling.logprobs, sampling.stop_token_ids) == (99, None, {7, 8})
+    assert (sampling.seed, sampling.logprobs) == (99, None)
+    assert sampling.stop_token_ids == {7, 8}
     assert prepared.deadline_s == 600.0
 
 
@@ -72,7 +73,7 @@ HUGE = (0, -1, 2**31, 2**63, float("nan"), float("inf"), 1e30)
         ("logit_bias", {VOCAB: 1.0}),
         ("logit_bias", {1: 100.5}),
         ("logit_bias", {1: float("nan")}),
-        ("logit_bias", {i: 0.0 for i in range(301)}),
+        ("logit_bias", dict.fromkeys(range(301), 0.0)),
         ("cache_salt", "x" * 257),
     ],
 )

@@ -22,7 +22,7 @@ PROMPT = list(b"The river carries")
 
 @pytest.fixture(scope="module")
 def cluster(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    changes = {"pools.decode.memory": 128 * 1024 * 2}  # 128 blocks: room for two requests of full length
+    changes = {"pools.decode.memory": 128 * 2048}  # blocks x bytes: room for two requests of full length
     with running(tmp_path_factory.mktemp("answers"), merged(tiny_config(tiny_dir), changes)) as rig:
         yield rig
 

@@ -27,7 +27,7 @@ POINTS = (
     "prefill.done",
     "decode.admit",
     "decode.step",
-    "router.handoff",
+    "decode.frame",
 )
 
 
@@ -75,6 +75,31 @@ def test_lc_07_cancel_at_every_gate(rig: Rig, gates: Gates, point: str) -> None:
 def _drain(stream: Any) -> None:
     with expect_status():
         stream.rest()
+
+
+def test_sp_01_what_never_fits_is_refused_with_the_capacity(rig: Rig) -> None:
+    """The decode pool holds 32 x 4 = 128 tokens; the context is 256. Others are served meanwhile."""
+    with ThreadPoolExecutor(2) as pool:
+        small = pool.submit(rig.client.generate, token_ids=ids(8), **LONG)
+        for prompt, max_tokens in ((ids(140), 10), (ids(40), 120)):
+            status, message = rig.client.refused(token_ids=prompt, max_tokens=max_tokens, ignore_eos=True)
+            assert status in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            assert "128" in message or "32" in message
+        assert len(small.result().token_ids) == 60
+
+
+def test_sp_02_joint_growth_beyond_the_pool_is_preempted_not_stuck(rig: Rig, tiny_dir: Path) -> None:
+    """Eight requests of 98 tokens in a pool of 128: each fits alone, two of them do not. All finish, all right."""
+    before = total(rig.metrics(), "baton_preemptions_total")
+    prompts = [ids(8, start=50 + i) for i in range(8)]
+    fields = LONG | {"max_tokens": 90}
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda prompt: rig.client.generate(token_ids=prompt, **fields), prompts))
+    reference = Reference(tiny_dir, frozenset({END}))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        reference.check(prompt, answer.token_ids, 90, stops=False)
+    assert total(rig.metrics(), "baton_preemptions_total") > before
+    assert sum(answer.timing.preemptions for answer in answers) > 0
 
 
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])

@@ -32,6 +32,7 @@ def cluster(
     changes = {
         "pools.prefill.replicas": 2,
         "pools.decode.replicas": 2,
+        "pools.decode.memory": 128 * 2048,  # blocks x bytes: all streams of a test fit at the same time
         "router.placement": {"prefill": request.param, "decode": request.param},
     }
     with running(tmp_path_factory.mktemp("placement"), merged(tiny_config(tiny_dir), changes)) as rig:

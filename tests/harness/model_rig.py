@@ -149,6 +149,17 @@ class Rig:
             ]
         )
 
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """`count` tokens after `prompt`, without stopping; the prompt runs in chunks of 200."""
+        tokens, start = [*prompt, *[0] * count], 0
+        for at in range(len(prompt), len(tokens)):
+            while start < at:
+                stop = min(at, start + 200)
+                logits = self.forward([self.step(tokens, start, stop)])[-1]
+                start = stop
+            tokens[at] = int(logits.argmax())
+        return tokens[len(prompt) :]
+
     def step(self, tokens: Sequence[int], start: int, stop: int, first_block: int = 0) -> SequenceStep:
         """Tokens [start, stop) of a sequence; its blocks lie backwards from a high one, so order is never assumed."""
         stop = min(stop, len(tokens))

@@ -18,6 +18,7 @@ from baton.engine.step import unpack_plan
 
 SECRET = b"only these ranks"
 TIMEOUT_S = 20.0
+START_S = 90.0  # a process that imports torch, on a busy machine
 HOST = "127.0.0.1"
 
 
@@ -60,7 +61,7 @@ def followers(
     channel = LeaderChannel.bind(HOST, SECRET, TIMEOUT_S, lambda *item: messages.append(item), lost.append)
     processes = [start_follower(function, str(rank), str(size), channel.address, *arguments) for rank in range(1, size)]
     try:
-        channel.accept(size, TIMEOUT_S)
+        channel.accept(size, START_S)
         group = TorchGroup.join(channel, "gloo", 0, size, limit_s, HOST, ordered)
         yield Followers(channel, group, processes, messages, lost)
     finally:

@@ -40,7 +40,7 @@ def tiny_config(model: Path) -> dict[str, Any]:
         },
         "engine": {"layer_group": 1},
         "kv": {"block_size": 4, "transport": "gloo"},
-        "clocks": {"heartbeat": "100ms"},
+        "clocks": {"heartbeat": "100ms", "dead_after": "5s"},  # quick to settle, patient with a busy machine
         "router": {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", "admin": "127.0.0.1:0"},
     }
 
@@ -148,6 +148,7 @@ class Rig:
         while True:
             if self.process.poll() is not None:
                 self._reader.join(5)
+                self.log.write_text(self.output)
                 raise RuntimeError(f"baton serve ended with {self.process.returncode}:\n{self.output}")
             if len(self._endpoints) == 3 and self._ready():
                 return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import grpc
 import httpx
-
 from baton.proto import baton_pb2 as api
 from baton.proto import control_pb2
 from baton.proto import worker_pb2 as pb
@@ -26,6 +26,7 @@ from baton.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_se
 from baton.router import main
 from baton.router.channels import server_options
 from baton.router.params import RequestLimits, RouterParams
+
 from tests.harness.tiny_model import EOS, special_id, write_tokenizer
 
 EOS_ID = special_id(EOS)
@@ -101,9 +102,9 @@ class FakeWorker(WorkerServicer):
     async def kill(self) -> None:
         """Gone at once, with all that it held."""
         self._drop_all()
-        if self._server is not None:
-            await self._server.stop(0)
-            self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(0)
 
     def _drop_all(self) -> None:
         for task in self._tasks.values():
@@ -202,7 +203,9 @@ class FakeWorker(WorkerServicer):
         """Prefill: samples the first tokens and hands the leg over."""
         start = len(leg.generated_token_ids)
         tokens = [self.token(leg, choice, start) for choice in leg.choices]
-        first = pb.FirstTokens(leg=ref_of(leg), tokens=tokens, cached_tokens=3, queue_s=0.001, prefill_s=0.002, chunks=1)
+        first = pb.FirstTokens(
+            leg=ref_of(leg), tokens=tokens, cached_tokens=3, queue_s=0.001, prefill_s=0.002, chunks=1
+        )
         self.emit(first=first)
         if all(token.finish_reason for token in tokens):
             other = self.cluster.tickets.pop(ticket, None)
@@ -284,7 +287,8 @@ class FakeCluster(MembershipServicer):
             version = self._version
             await context.write(self._view())
             async with self._changed:
-                await self._changed.wait_for(lambda seen=version: self._version > seen)
+                while self._version == version:
+                    await self._changed.wait()
 
     async def stop(self) -> None:
         for worker in self.workers.values():
@@ -430,8 +434,6 @@ def router_params(model: Path, membership: str) -> RouterParams:
 @contextlib.asynccontextmanager
 async def router_rig(directory: Path, *workers: str, **changes: Any) -> AsyncIterator[RouterRig]:
     """A router with these fake workers, ready; `changes` replace fields of its parameters. Ends with O-pool, O-acct."""
-    import dataclasses
-
     cluster = FakeCluster()
     await cluster.start()
     for worker in workers:
@@ -445,7 +447,8 @@ async def router_rig(directory: Path, *workers: str, **changes: Any) -> AsyncIte
             await rig.ready()
         yield rig
         await cluster.settled()
-        await rig.reconcile()
+        if not rig.stop.is_set():
+            await rig.reconcile()
     finally:
         await rig.close()
         await cluster.stop()

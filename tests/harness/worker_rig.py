@@ -1,13 +1,12 @@
-"""Real prefill and decode workers in threads of this process, and a router played by the test."""
+"""Real prefill and decode workers in threads of this process, and a router's sessions with them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from baton.kv_transfer.params import TransferParams
 from baton.prefill_worker import main as prefill_main
 from baton.prefill_worker.params import PrefillParams
 from baton.proto import worker_pb2 as pb
-from baton.proto.leg import LegKey, key_of, ref_of
-from baton.proto.sampling import SamplingParams
+from baton.proto.leg import LegKey, key_of
 from baton.proto.worker_pb2_grpc import WorkerStub
 
 _START_S = 60.0
@@ -66,6 +64,7 @@ def _shared(role: str, engine: EngineParams) -> dict[str, Any]:
         "host": "127.0.0.1",
         "port": 0,
         "secret": b"the secret of this worker's ranks",
+        "start_timeout_s": 90.0,
         "rank_timeout_s": 30.0,
         "heartbeat_s": 0.1,
         "dead_after_s": 1.0,
@@ -161,9 +160,12 @@ class Session:
         self._writing = asyncio.Lock()
 
     async def send(self, *commands: pb.RouterCommand) -> None:
-        """One message."""
+        """One message. A caller that is cancelled meanwhile does not cancel the session."""
+        await asyncio.shield(self._write(pb.RouterMessage(commands=commands)))
+
+    async def _write(self, message: pb.RouterMessage) -> None:
         async with self._writing:  # gRPC takes one write at a time
-            await self.call.write(pb.RouterMessage(commands=commands))
+            await self.call.write(message)
 
     async def until(self, found: Callable[[], Any], within_s: float = 20.0) -> Any:
         """Waits for news until `found()` is true, and returns it."""
@@ -184,9 +186,19 @@ class Session:
 
     async def wait_idle(self, within_s: float = 5.0) -> None:
         """O-pool: nothing referenced, held, running or waiting."""
-        idle = lambda load: not (load.used_blocks or load.held_legs or load.running or load.waiting)  # noqa: E731
         seen = len(self.messages)
-        await self.until(lambda: len(self.messages) > seen + 1 and idle(self.load), within_s)
+
+        def idle() -> bool:
+            busy = self.load.used_blocks or self.load.held_legs or self.load.running or self.load.waiting
+            return len(self.messages) > seen + 1 and not busy
+
+        await self.until(idle, within_s)
+
+    async def failed(self, key: LegKey) -> pb.Failed:
+        """Waits for the leg's failure."""
+        (failure,) = await self.until(lambda: self.of(key, "failed"))
+        assert isinstance(failure, pb.Failed)
+        return failure
 
     async def read(self) -> None:
         """Until the session ends."""
@@ -212,7 +224,8 @@ async def session(worker: WorkerProcess, beats: bool = True) -> AsyncIterator[Se
     """Greets the worker; ends the session when the block ends."""
     params = worker.params
     async with grpc.aio.insecure_channel(worker.address) as channel:
-        call: Any = WorkerStub(channel).Session()
+        stub: Any = WorkerStub(channel)
+        call: Any = stub.Session()
         hello = pb.Hello(router_id="r", worker_id=params.worker_id, worker_incarnation=params.incarnation)
         await call.write(pb.RouterMessage(commands=[pb.RouterCommand(hello=hello)]))
         first = await call.read()
@@ -228,116 +241,3 @@ async def session(worker: WorkerProcess, beats: bool = True) -> AsyncIterator[Se
             await asyncio.gather(*tasks[1:], return_exceptions=True)
             call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def leg_message(prompt: Sequence[int], params: SamplingParams, **changes: Any) -> pb.Leg:
-    """The first leg of a new request."""
-    values: dict[str, Any] = {
-        "request_id": f"q{next(_ids)}",
-        "attempt": 1,
-        "choices": range(params.n),
-        "prompt_token_ids": prompt,
-        "sampling": params.to_wire(),
-        "deadline_s": 60.0,
-    }
-    return pb.Leg(**{**values, **changes})
-
-
-@dataclass
-class Answer:
-    """What the router would have: per choice its tokens in order, and how each ended."""
-
-    tokens: dict[int, list[pb.Token]] = field(default_factory=dict)
-    legs: int = 1
-
-    def add(self, token: pb.Token) -> None:
-        """Each index once, in order."""
-        known = self.tokens.setdefault(token.choice, [])
-        if token.index == len(known):
-            known.append(token)
-        assert token.index < len(known), f"a gap before {token}"
-
-    def ids(self, choice: int = 0) -> list[int]:
-        """Token ids of a choice."""
-        return [token.token_id for token in self.tokens[choice]]
-
-    @property
-    def reasons(self) -> list[str]:
-        """How the choices ended."""
-        return [self.tokens[choice][-1].finish_reason for choice in sorted(self.tokens)]
-
-
-class Router:
-    """Places every leg on the one pair; resumes what is preempted."""
-
-    def __init__(self, prefill: Session, decode: Session, workers: Sequence[WorkerProcess]) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        self.workers = workers
-
-    async def generate(self, prompt: Sequence[int], params: SamplingParams, **changes: Any) -> Answer:
-        """One request to its end. Raises AssertionError when a worker fails it."""
-        answer = Answer()
-        await self.run(leg_message(prompt, params, **changes), answer)
-        return answer
-
-    async def run(self, leg: pb.Leg, answer: Answer) -> None:
-        """One leg, and the legs of choices that it lost."""
-        key, params = key_of(leg), SamplingParams.from_wire(leg.sampling)
-        ticket = b""
-        if params.max_tokens - len(leg.generated_token_ids) > 1:
-            ticket = (await self.reserve(leg)).ticket
-        await self.prefill.send(pb.RouterCommand(prefill=pb.Prefill(leg=leg, ticket=ticket)))
-        await self.prefill.until(lambda: self._alive(self.prefill, key) and self.prefill.of(key, "first"))
-        (first,) = self.prefill.of(key, "first")
-        for token in first.tokens:
-            answer.add(token)
-        if ticket and not all(token.finish_reason for token in first.tokens):
-            await self.decode.until(lambda: self._alive(self.decode, key) and self.decode.of(key, "committed"))
-            await self.prefill.send(pb.RouterCommand(release=pb.Release(leg=ref_of(key))))
-            await self.decode.until(lambda: self._alive(self.decode, key) and self._over(key))
-            for token in self.decode.tokens(key):
-                answer.add(token)
-        for lost in self.decode.of(key, "preempted"):
-            answer.legs += 1
-            values = {"attempt": leg.attempt + answer.legs, "choices": [lost.choice]}
-            resumed = leg_message(leg.prompt_token_ids, params, request_id=leg.request_id, **values)
-            resumed.generated_token_ids[:] = answer.ids(lost.choice)
-            await self.run(resumed, answer)
-
-    async def reserve(self, leg: pb.Leg) -> pb.Ticket:
-        """Asks for blocks and waits for them."""
-        key = key_of(leg)
-        await self.decode.send(pb.RouterCommand(reserve=pb.Reserve(leg=leg)))
-        await self.decode.until(lambda: self._alive(self.decode, key) and self.decode.of(key, "ticket"))
-        ticket: pb.Ticket = self.decode.of(key, "ticket")[0]
-        return ticket
-
-    def _alive(self, side: Session, key: LegKey) -> bool:
-        failed = side.of(key, "failed")
-        assert not failed, failed
-        assert side.broken is None, side.broken
-        return True
-
-    def _over(self, key: LegKey) -> bool:
-        ended = {token.choice for token in self.decode.tokens(key) if token.finish_reason}
-        ended |= {lost.choice for lost in self.decode.of(key, "preempted")}
-        (first,) = self.prefill.of(key, "first")
-        return ended >= {token.choice for token in first.tokens}
-
-
-@asynccontextmanager
-async def pair(prefill: PrefillParams, decode: DecodeParams) -> AsyncIterator[Router]:
-    """A pair of workers and a router. When the block ends well both pools are empty (O-pool), then all ends."""
-    workers = [WorkerProcess(prefill), WorkerProcess(decode)]
-    try:
-        for worker in workers:
-            await asyncio.to_thread(worker.wait_ready)
-        async with session(workers[0]) as one, session(workers[1]) as two:
-            yield Router(one, two, workers)
-            await one.wait_idle()
-            await two.wait_idle()
-    finally:
-        for worker in workers:
-            await asyncio.to_thread(worker.stop)
-    assert [worker.failure for worker in workers] == [None, None]

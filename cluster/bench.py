@@ -1,0 +1,193 @@
+"""`baton bench`: the configuration's workload as a closed loop or as Poisson arrivals, against the public gRPC API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..proto import baton_pb2 as api
+from ..proto.errors import BatonError
+from .bench_plan import Plan
+from .bench_stats import Sample, summarise
+from .client import Client, Completion
+from .config import Config, Lengths, SLOSection, WorkloadSection
+from .deployment import running
+from .model_check import ModelFacts
+from .progress import StartProgress
+
+_IDS = range(32, 256)  # synthetic prompts: every vocabulary has these, and they are nobody's end of sequence
+_COUNTED_S = 0.5
+
+
+def length(lengths: Lengths, rng: random.Random) -> int:
+    """One draw, at least 1."""
+    if lengths.cv == 0:
+        return max(1, round(lengths.mean))
+    variance = math.log(1 + lengths.cv**2)
+    return max(1, round(rng.lognormvariate(math.log(lengths.mean) - variance / 2, math.sqrt(variance))))
+
+
+def make_requests(workload: WorkloadSection, count: int, seed: int, context: int) -> list[api.GenerateRequest]:
+    """Random prompts and fixed output lengths, cut so that both fit the model's context."""
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        output = min(length(workload.output_tokens, rng), context - 1)
+        prompt = min(length(workload.prompt_tokens, rng), context - output)
+        ids = api.TokenIds(ids=rng.choices(_IDS, k=prompt))
+        requests.append(api.GenerateRequest(token_ids=ids, max_tokens=output, ignore_eos=True, temperature=0))
+    return requests
+
+
+def arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """When each request of an open loop is to be sent, in seconds from the start: a Poisson process."""
+    rng = random.Random(seed)
+    times, now = [], 0.0
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        times.append(now)
+    return times
+
+
+async def _one(client: Client, request: api.GenerateRequest, sent_s: float, warm_up: bool) -> Sample:
+    done = Completion(time.monotonic(), [])
+    error = ""
+    try:
+        async for message in client.stream(request):
+            done.take(message, time.monotonic())
+    except BatonError as failed:
+        error = failed.code
+    return Sample(sent_s, time.monotonic(), tuple(done.arrivals), len(request.token_ids.ids), error, warm_up)
+
+
+async def run_load(client: Client, workload: WorkloadSection, plan: Plan) -> list[Sample]:
+    """Send everything and wait for all answers. Raises BatonError when the service does not answer at all."""
+    models = await client.models()
+    count = plan.warm_up + plan.requests
+    requests = make_requests(workload, count, plan.seed, models[0].max_model_len)
+    samples: list[Sample] = []
+    counter = asyncio.create_task(_count(samples, count))
+    try:
+        if plan.rate is not None:
+            await _open_loop(client, requests, plan, plan.rate, samples)
+        else:
+            await _closed_loop(client, requests, plan, samples)
+    finally:
+        counter.cancel()
+    return samples
+
+
+async def _open_loop(
+    client: Client, requests: Sequence[api.GenerateRequest], plan: Plan, rate: float, samples: list[Sample]
+) -> None:
+    start = time.monotonic()
+
+    async def one(number: int, at: float) -> None:
+        await asyncio.sleep(start + at - time.monotonic())
+        samples.append(await _one(client, requests[number], start + at, number < plan.warm_up))
+
+    async with asyncio.TaskGroup() as group:
+        for number, at in enumerate(arrivals(rate, len(requests), plan.seed)):
+            group.create_task(one(number, at))
+
+
+async def _closed_loop(
+    client: Client, requests: Sequence[api.GenerateRequest], plan: Plan, samples: list[Sample]
+) -> None:
+    numbers = iter(range(len(requests)))
+
+    async def user() -> None:
+        for number in numbers:
+            now = time.monotonic()
+            samples.append(await _one(client, requests[number], now, number < plan.warm_up))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(plan.concurrency or 1):
+            group.create_task(user())
+
+
+async def _count(samples: list[Sample], total: int) -> None:
+    """A line on a terminal's stderr that counts."""
+    while sys.stderr.isatty():
+        print(f"\r{len(samples)} of {total} requests", end="", file=sys.stderr, flush=True)
+        await asyncio.sleep(_COUNTED_S)
+
+
+def slo_limits(slo: SLOSection) -> dict[str, dict[str, float]]:
+    """The limits that are set."""
+    sections = (("ttft", slo.ttft), ("tpot", slo.tpot))
+    limits = {metric: section.model_dump(exclude_none=True) for metric, section in sections}
+    return {metric: values for metric, values in limits.items() if values}
+
+
+async def with_cluster(config: Config, facts: ModelFacts, workload: WorkloadSection, plan: Plan, as_json: bool) -> int:
+    """Start a cluster for the benchmark."""
+    progress = StartProgress(verbose=False)
+    with progress:
+        async with running(config, facts.name, progress.report) as deployment:
+            progress.stop()
+            return await with_address(deployment.endpoints["grpc"], config.slo, workload, plan, as_json)
+
+
+async def with_address(address: str, slo: SLOSection, workload: WorkloadSection, plan: Plan, as_json: bool) -> int:
+    """Load a running router. Returns 1 when no measured request was answered."""
+    async with Client(address) as client:
+        samples = await run_load(client, workload, plan)
+    result = {"load": _load_fields(plan, workload), **summarise(samples, slo_limits(slo))}
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print_table(result)
+    return 0 if result["requests"]["completed"] else 1
+
+
+def _load_fields(plan: Plan, workload: WorkloadSection) -> dict[str, Any]:
+    return {
+        "mode": "closed loop" if plan.rate is None else "open loop",
+        "rate_per_s": plan.rate,
+        "concurrency": plan.concurrency,
+        "seed": plan.seed,
+        "prompt_tokens": workload.prompt_tokens.model_dump(),
+        "output_tokens": workload.output_tokens.model_dump(),
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """For people."""
+    console = Console(highlight=False)
+    requests, load, rates = result["requests"], result["load"], result["throughput"]
+    shape = f"{load['concurrency']} at a time" if load["rate_per_s"] is None else f"{load['rate_per_s']:g}/s"
+    console.print(
+        f"{load['mode']}, {shape}: {requests['completed']} completed, {requests['failed']} failed "
+        f"{requests['errors'] or ''}after {requests['warm_up']} for warm-up"
+    )
+    table = Table()
+    for heading in ("", "count", "mean", "p50", "p90", "p99"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
+        values = result[name]
+        numbers = [values[key] for key in ("mean", "p50", "p90", "p99")]
+        cells = ["-" if number is None else f"{1000 * number:.1f} ms" for number in numbers]
+        table.add_row(name.removesuffix("_s").upper(), str(values["count"]), *cells)
+    console.print(table)
+    if rates["requests_per_s"] is not None:
+        console.print(
+            f"{rates['output_tokens_per_s']:.1f} output tokens/s, {rates['requests_per_s']:.2f} requests/s "
+            f"in a steady window of {result['window_s']:.1f} s"
+        )
+    if result["slo"] is not None:
+        held = ", ".join(f"{name} {_word(kept)}" for name, kept in result["slo"]["held"].items())
+        console.print(f"limits: {held}")
+
+
+def _word(kept: bool | None) -> str:
+    return "undefined" if kept is None else "held" if kept else "missed"

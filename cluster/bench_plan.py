@@ -1,0 +1,52 @@
+"""What `baton bench` is to send, from its arguments and the configuration: checked before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..proto.errors import ConfigError
+from .config import Config, Lengths, WorkloadSection
+from .units import parse_rate
+
+_OPEN_LOOP_WARM_UP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Exactly one of `rate` (per second, Poisson) and `concurrency` (closed loop) is set."""
+
+    requests: int
+    warm_up: int  # requests sent first, at the same load, and left out of the numbers
+    rate: float | None
+    concurrency: int | None
+    seed: int
+
+
+def workload(config: Config | None, prompt_tokens: int | None, output_tokens: int | None) -> WorkloadSection:
+    """The configuration's workload, or the schema's, with constant lengths where they are given."""
+    section = config.workload if config is not None else WorkloadSection()
+    changes: dict[str, Lengths] = {}
+    if prompt_tokens is not None:
+        changes["prompt_tokens"] = Lengths(mean=float(prompt_tokens), cv=0.0)
+    if output_tokens is not None:
+        changes["output_tokens"] = Lengths(mean=float(output_tokens), cv=0.0)
+    return section.model_copy(update=changes)
+
+
+def plan(
+    section: WorkloadSection, rate: str | None, concurrency: int | None, requests: int, warm_up: int | None, seed: int
+) -> Plan:
+    """The load; without --rate and --concurrency the workload's rate. Raises ConfigError."""
+    if rate is not None and concurrency is not None:
+        raise ConfigError("give --rate (open loop) or --concurrency (closed loop), not both")
+    if concurrency is not None:
+        return Plan(requests, concurrency if warm_up is None else warm_up, None, concurrency, seed)
+    per_second = section.rate
+    if rate is not None:
+        try:
+            per_second = float(rate) if rate.replace(".", "", 1).isdigit() else parse_rate(rate)
+        except ValueError as error:
+            raise ConfigError(f"--rate: {rate}: {error}") from None
+    if per_second <= 0:
+        raise ConfigError("--rate: must be more than 0")
+    return Plan(requests, _OPEN_LOOP_WARM_UP if warm_up is None else warm_up, per_second, None, seed)

@@ -1,0 +1,212 @@
+"""`generate` and its inputs: flags and JSON lines become requests, answers become text or JSON lines in input order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from baton.cluster import cli, requests_input
+from baton.cluster.generate import with_address
+from baton.cluster.membership import Member
+from baton.cluster.requests_input import RequestLine, from_fields, read_lines
+from baton.proto import baton_pb2 as api
+from baton.proto.errors import ConfigError, InvalidRequest
+from baton.tests.harness.mock_router import MockRouter, Script, accepted, finished, serving, tokens
+
+
+def test_every_field_of_a_line_reaches_the_request() -> None:
+    line = from_fields(
+        {
+            "id": "a",
+            "prompt_token_ids": [1, 2],
+            "max_tokens": 3,
+            "min_tokens": 1,
+            "temperature": 0,
+            "top_k": 4,
+            "top_p": 0.5,
+            "min_p": 0.25,
+            "repetition_penalty": 1.5,
+            "presence_penalty": -1,
+            "frequency_penalty": 0.5,
+            "logit_bias": {"7": -100},
+            "seed": 2**64 - 1,
+            "n": 2,
+            "stop": ["x", "y"],
+            "stop_token_ids": [9],
+            "ignore_eos": False,
+            "include_stop": True,
+            "logprobs": 0,
+            "cache_salt": "s",
+        },
+        "f:1",
+    )
+    request = line.to_wire()
+    assert list(request.token_ids.ids) == [1, 2]
+    assert (request.request_id, request.max_tokens, request.temperature, request.seed) == ("a", 3, 0.0, 2**64 - 1)
+    assert (dict(request.logit_bias), list(request.stop), list(request.stop_token_ids)) == ({7: -100}, ["x", "y"], [9])
+    for name in ("temperature", "ignore_eos", "logprobs"):
+        assert request.HasField(name)  # 0 and false are values
+    assert len(request.ListFields()) == len(api.GenerateRequest.DESCRIPTOR.fields) - 2  # one of the three inputs
+
+
+def test_what_is_not_given_is_left_to_the_server() -> None:
+    request = from_fields({"prompt": "", "stop": "end"}, "f:1").to_wire()
+    assert request.WhichOneof("input") == "prompt"
+    assert [field.name for field, _ in request.ListFields()] == ["prompt", "stop"]
+    chat = from_fields({"messages": requests_input.chat("hi")}, "f:1").to_wire()
+    assert [(m.role, m.content) for m in chat.messages.messages] == [("user", "hi")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"promt": "x"}, "f:1: promt: unknown field; did you mean prompt?"),
+        ({"prompt": "x", "max_token": 1}, "f:1: max_token: unknown field; did you mean max_tokens?"),
+        ({"prompt": "x", "max_tokens": "5"}, "f:1: max_tokens: Input should be a valid integer"),
+        ({"prompt": 5}, "f:1: prompt: Input should be a valid string"),
+        ({"prompt_token_ids": [-1]}, "f:1: prompt_token_ids: Input should be greater than or equal to 0"),
+        ({"prompt": "x", "seed": 2**64}, "f:1: seed: Input should be less than or equal to"),
+        ({}, "f:1: give exactly one of prompt, prompt_token_ids, messages, not none"),
+        ({"prompt": "x", "messages": []}, "f:1: give exactly one of"),
+    ],
+)
+def test_mistakes_in_a_line_are_named(fields: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_fields(fields, "f:1")
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_file_is_read_whole_and_all_its_mistakes_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": 1, "prompt": "a\\u2028b"}\n\n{"prompt": "b", "max_tokens": 2}\n', encoding="utf-8")
+    lines = read_lines(path, {"max_tokens": 9, "seed": None})
+    assert [(line.id, line.max_tokens) for line in lines] == [(1, 9), (None, 2)]
+    path.write_text('{"prompt": "a"}\n{nonsense\n[1]\n{"x": 1, "prompt": "a"}\n')
+    with pytest.raises(ConfigError) as caught:
+        read_lines(path, {})
+    assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [f"{path}:{n}" for n in (2, 3, 4)]
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="holds no request"):
+        read_lines(path, {})
+    with pytest.raises(ConfigError, match=r"none\.jsonl: No such file"):
+        read_lines(tmp_path / "none.jsonl", {})
+
+
+def lines(count: int) -> list[RequestLine]:
+    return [from_fields({"prompt": str(number)}, "f") for number in range(count)]
+
+
+async def test_answers_come_in_input_order_whatever_ends_first(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(request: api.GenerateRequest) -> Script:
+        number = int(request.prompt)
+        if number == 2:
+            return [(0.0, InvalidRequest("too long", field="prompt"))]
+        return [(0.1 - 0.02 * number, accepted()), (0.0, tokens(number, text=f"é{number}")), (0.0, finished())]
+
+    async with serving(MockRouter(answer)) as address:
+        assert await with_address(address, lines(5), as_json=True, report=False) == 1
+    out = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["id"] for line in out] == [0, 1, 2, 3, 4]
+    assert out[2]["error"] == {"code": "invalid_request", "message": "too long", "field": "prompt"}
+    assert (out[1]["text"], out[1]["token_ids"], out[1]["finish_reason"]) == ("é1", [1], "length")
+    assert out[1]["usage"] == {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}
+    assert out[1]["timing"]["kv_bytes"] == 2**40
+    assert out[1]["timing"]["decode_s"] == 0
+
+
+async def test_at_most_64_requests_run_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    router = MockRouter(lambda request: [(0.05, tokens(1)), (0.0, finished())])
+    async with serving(router) as address:
+        assert await with_address(address, lines(150), as_json=True, report=False) == 0
+    assert router.most_running <= 64
+    assert len(capsys.readouterr().out.splitlines()) == 150
+
+
+async def test_several_choices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    script: Script = [
+        (0.0, tokens(1, text="a")),
+        (0.0, tokens(2, text="b", choice=1)),
+        (0.0, finished(choice=1)),
+        (0.0, finished()),
+    ]
+    one = [from_fields({"prompt": "x", "n": 2}, "f")]
+    async with serving(MockRouter(lambda request: script)) as address:
+        assert await with_address(address, one, as_json=True, report=False) == 0
+        line = json.loads(capsys.readouterr().out)
+        assert await with_address(address, one, as_json=False, report=False) == 0
+    assert [(c["index"], c["text"], c["token_ids"]) for c in line["choices"]] == [(0, "a", [1]), (1, "b", [2])]
+    assert line["text"] == "a"
+    assert capsys.readouterr().out == "[0] a\n[1] b\n"
+
+
+async def test_one_prompt_is_streamed_to_stdout_and_the_report_goes_to_stderr(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script: Script = [(0.0, accepted()), (0.0, tokens(1, text="Pa")), (0.0, tokens(2, text="ris")), (0.0, finished())]
+    member = Member("prefill-0", "i", "prefill", "h:1", "ready", 77, "node-a", 1, 0)
+    async with serving(MockRouter(lambda request: script)) as address:
+        assert await with_address(address, lines(1), False, True, [member], 1.5) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "Paris\n"
+    for part in ("cluster started in 1.5 s", "77 @ node-a", "prefill-0 -> decode-0", "1.0 TiB of KV in 0 frames"):
+        assert part in printed.err
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    script: Script = [(0.0, tokens(1, text="Pa")), (0.0, InvalidRequest("no", field="n"))]
+    async with serving(MockRouter(lambda request: script)) as address:
+        assert await with_address(address, lines(1), as_json=False, report=False) == 1
+    assert capsys.readouterr() == ("Pa\n", "baton: invalid_request: n: no\n")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton.cluster.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["generate", "--prompt", "x"], "give either --config"),
+        (["generate", "--address", "localhost", "--prompt", "x"], "--address: localhost: expected HOST:PORT"),
+        (["generate", "--address", "h:1", "--config", "c", "--prompt", "x"], "give either --config"),
+        (["generate", "--address", "h:1"], "give either --prompt or --input"),
+        (["generate", "--address", "h:1", "--input", "none.jsonl"], "none.jsonl: No such file"),
+        (["generate", "--config", "none.yaml", "--prompt", "x"], "none.yaml: no such file"),
+        (["bench", "--address", "h:1", "--rate", "x"], "--rate: x"),
+        (["status", "--address", "nowhere"], "--address: nowhere"),
+        (["serve", "none.yaml"], "none.yaml: no such file"),
+        (["generate", "--address", "h:1", "--prompt", "x", "--max-tokens", "many"], "--max-tokens"),
+    ],
+)
+def test_mistakes_in_arguments_exit_2_and_name_the_argument(arguments: list[str], expected: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert expected in done.stderr
+
+
+def test_nobody_answers_is_exit_1_with_the_address() -> None:
+    for arguments in (
+        ["generate", "--address", "127.0.0.1:1", "--prompt", "x"],
+        ["status", "--address", "127.0.0.1:1"],
+    ):
+        done = run(*arguments)
+        assert done.returncode == 1
+        assert "127.0.0.1:1" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_help_is_fast_to_import_and_has_examples() -> None:
+    assert not {"baton.cluster.config", "baton.cluster.deployment"} & set(cli.__dict__)
+    code = (
+        "import sys; from baton.cluster import cli\n"
+        "assert not {'torch', 'ray', 'pydantic', 'yaml', 'tokenizers'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = run("generate", "--help")
+    assert done.returncode == 0
+    assert "Example" in done.stdout

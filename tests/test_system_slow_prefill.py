@@ -1,0 +1,107 @@
+"""slow-P: every prefill chunk takes a while, so that what happens during a prompt can be seen."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from baton.tests.harness.client import expect_status
+from baton.tests.harness.gates import Gates
+from baton.tests.harness.oracles import total
+from baton.tests.harness.rig import Rig, merged, running, tiny_config
+
+CHUNK, CHUNK_S = 8, 0.1
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    gates = Gates(tmp_path_factory.mktemp("gates"), {"prefill.chunk": f"sleep({CHUNK_S})"})
+    changes = {"pools.prefill.max_batch_tokens": CHUNK, "pools.decode.memory": 128 * 2048}
+    with running(tmp_path_factory.mktemp("slow"), merged(tiny_config(tiny_dir), changes), gates) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(cluster: Rig) -> Iterator[Rig]:
+    yield cluster
+    cluster.quiesce()
+
+
+def ids(length: int, start: int = 0) -> list[int]:
+    """A prompt of byte tokens that differs with `start`."""
+    return [(start * 31 + i * i * 7 + i) % 256 for i in range(length)]
+
+
+def _computed(rig: Rig) -> float:
+    return total(rig.metrics(), "baton_computed_prompt_tokens_total", role="prefill")
+
+
+def test_lc_06_a_client_that_leaves_stops_its_prompt(rig: Rig) -> None:
+    before = _computed(rig)
+    stream = rig.client.stream(token_ids=ids(200, start=1), max_tokens=4, temperature=0)
+    time.sleep(2.5 * CHUNK_S)
+    stream.cancel()
+    start = time.monotonic()
+    answer = rig.client.generate(token_ids=ids(4, start=2), max_tokens=1, temperature=0)
+    assert time.monotonic() - start < 6 * CHUNK_S  # not behind the 25 chunks of the dead prompt
+    assert len(answer.token_ids) == 1
+    rig.quiesce()
+    assert _computed(rig) - before <= 8 * CHUNK
+
+
+def test_lc_06_a_retry_storm_does_not_prefill_for_the_dead(rig: Rig) -> None:
+    """A client whose deadline is shorter than the prefill, five times."""
+    before = _computed(rig)
+    for _ in range(5):
+        stream = rig.client.stream(timeout_s=0.3, token_ids=ids(160, start=3), max_tokens=4, temperature=0)
+        with expect_status() as status:
+            stream.rest()
+        assert status[0][0] == grpc.StatusCode.DEADLINE_EXCEEDED
+    rig.quiesce()
+    assert _computed(rig) - before <= 5 * 6 * CHUNK + 2 * CHUNK
+
+
+def test_api_10_a_deadline_reaches_every_leg(rig: Rig) -> None:
+    start = time.monotonic()
+    stream = rig.client.stream(timeout_s=0.3, token_ids=ids(200, start=4), max_tokens=4)
+    with expect_status() as status:
+        stream.rest()
+    assert status[0][0] == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert time.monotonic() - start < 1.0
+    rig.quiesce()  # the inner work is gone well before the 2.5 s that the prompt would take
+    assert time.monotonic() - start < 2.5
+
+
+def test_sp_04_short_prompts_do_not_wait_for_a_long_one(rig: Rig) -> None:
+    first: dict[int, float] = {}
+    start = time.monotonic()
+
+    def one(i: int, length: int) -> None:
+        answer = rig.client.generate(token_ids=ids(length, start=10 + i), max_tokens=1, temperature=0)
+        assert len(answer.token_ids) == 1
+        first[i] = time.monotonic() - start
+
+    long = threading.Thread(target=one, args=(0, 200))
+    long.start()
+    time.sleep(1.5 * CHUNK_S)
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(lambda i: one(i, 4), range(1, 11)))
+    long.join()
+    shorts = sorted(first[i] for i in range(1, 11))
+    assert shorts[len(shorts) // 2] < first[0]  # the long prompt alone takes 25 chunks; it still ends
+    assert first[0] < 60
+
+
+def test_ob_03_alive_and_ready_while_busy(rig: Rig) -> None:
+    stream = rig.client.stream(token_ids=ids(120, start=5), max_tokens=2, temperature=0)
+    for _ in range(5):
+        assert httpx.get(f"{rig.http}/health", timeout=5).status_code == 200
+        assert httpx.get(f"{rig.http}/ready", timeout=5).status_code == 200
+        time.sleep(CHUNK_S)
+    stream.rest()
