@@ -22,6 +22,7 @@ from .client import Client, Completion
 from .config import Config, Lengths, SLOSection, WorkloadSection
 from .deployment import running
 from .model_check import ModelFacts
+from .output import say, stream
 from .progress import StartProgress
 
 _IDS = range(32, 256)  # synthetic prompts: every vocabulary has these, and they are nobody's end of sequence
@@ -144,7 +145,7 @@ async def with_address(address: str, slo: SLOSection, workload: WorkloadSection,
         samples = await run_load(client, workload, plan)
     result = {"load": _load_fields(plan, workload), **summarise(samples, slo_limits(slo))}
     if as_json:
-        print(json.dumps(result))
+        say(json.dumps(result))
     else:
         print_table(result)
     return 0 if result["requests"]["completed"] else 1
@@ -163,7 +164,7 @@ def _load_fields(plan: Plan, workload: WorkloadSection) -> dict[str, Any]:
 
 def print_table(result: dict[str, Any]) -> None:
     """For people."""
-    console = Console(highlight=False)
+    console = Console(file=stream(), highlight=False)
     requests, load, rates = result["requests"], result["load"], result["throughput"]
     shape = f"{load['concurrency']} at a time" if load["rate_per_s"] is None else f"{load['rate_per_s']:g}/s"
     console.print(

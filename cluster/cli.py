@@ -243,6 +243,8 @@ def main() -> None:
         for line in str(error).splitlines():
             print(f"baton: {line}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(1)
     except BatonError as error:
         print(f"baton: {error.code}: {error.message}", file=sys.stderr)
         sys.exit(1)

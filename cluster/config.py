@@ -42,6 +42,7 @@ class ClusterSection(Section):
     host: Text = "127.0.0.1"  # workers listen there; "node": the address of the node each rank runs on
     placement_timeout: Duration = 10.0  # a Ray placement pending for longer fails
     start_timeout: Duration = 600.0  # from the start of a worker to its readiness
+    self_test_timeout: Duration = 60.0  # of one request through each pair before a worker counts as ready
     stop_grace: Duration = 10.0  # a worker or router that is stopped ends within this, or is killed
     drain_timeout: Duration = 600.0  # a draining worker may finish its requests for so long
     restart_delay: Duration = 0.5  # after a worker's death; doubles with each one that follows soon
@@ -99,7 +100,7 @@ class KVSection(Section):
     wire: Literal["raw"] = "raw"
     checksum: bool = True
     parking: Literal[0] = 0
-    frame_size: Bytes = 512 * 2**10  # payload of one frame, about
+    frame_size: Bytes = 2 * 2**20  # payload of one frame, about
     outstanding_frames: Annotated[int, Field(ge=1, le=16)] = 2  # per link
 
 

@@ -79,7 +79,9 @@ def _clocks(config: Config) -> dict[str, str]:
     found: dict[str, str] = {}
     clocks, cluster = config.clocks, config.cluster
     named = {f"clocks.{key}": getattr(clocks, key) for key in type(clocks).model_fields}
-    named |= {f"cluster.{key}": getattr(cluster, key) for key in ("placement_timeout", "start_timeout", "stop_grace")}
+    named |= {
+        f"cluster.{key}": getattr(cluster, key) for key in ("placement_timeout", "start_timeout", "self_test_timeout")
+    }
     named["engine.rank_timeout"] = config.engine.rank_timeout
     named["workload.rate"] = config.workload.rate
     for key, value in named.items():

@@ -37,6 +37,7 @@ class ControllerSettings:
     ranks: dict[str, int]  # per worker, by pool
     devices: dict[str, str]  # by pool
     start_timeout_s: float
+    self_test_timeout_s: float
     stop_grace_s: float
     drain_timeout_s: float
     heartbeat_s: float
@@ -249,7 +250,7 @@ class Controller(Generic[S]):
                 self._enter(member.worker_id, "ready")
 
     async def _test(self, member: Member) -> None:
-        beat, timeout = self._settings.heartbeat_s, self._settings.start_timeout_s
+        beat, timeout = self._settings.heartbeat_s, self._settings.self_test_timeout_s
         async with worker_probe.connect(member, beat, timeout) as mine:
             self.welcomes[member.worker_id] = mine.welcome
             for other in self.feed.view.ready("decode" if member.role == "prefill" else "prefill"):

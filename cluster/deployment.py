@@ -53,6 +53,7 @@ class Deployment:
             ranks={role: pool.tensor_parallel for role, pool in pools.items()},
             devices={role: pool.device for role, pool in pools.items()},
             start_timeout_s=config.cluster.start_timeout,
+            self_test_timeout_s=config.cluster.self_test_timeout,
             stop_grace_s=config.cluster.stop_grace,
             drain_timeout_s=config.cluster.drain_timeout,
             heartbeat_s=config.clocks.heartbeat,

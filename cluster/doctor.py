@@ -20,6 +20,7 @@ from . import spec
 from .config import Config
 from .launcher import PlacementFailed
 from .model_check import ModelFacts, check_model
+from .output import stream
 from .processes import available_cores
 from .reconcile import POOLS
 from .units import human_bytes, split_address
@@ -230,7 +231,7 @@ async def _all_placed(config: Config) -> list[Finding]:
 
 def run(config: Config) -> int:
     """Print the findings. Returns 1 when something fails, else 0."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(file=stream(), highlight=False, soft_wrap=True)
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     worst = 0
     for finding in examine(config):

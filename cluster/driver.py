@@ -9,7 +9,7 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from . import warden
+from . import output, warden
 
 
 def supervise_if_needed() -> int | None:
@@ -19,6 +19,7 @@ def supervise_if_needed() -> int | None:
     """
     if warden.supervised():
         warden.attach()
+        output.keep_stdout()
         return None
     return warden.supervise([sys.executable, "-m", "baton.cluster.cli", *sys.argv[1:]])
 

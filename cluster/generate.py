@@ -17,6 +17,7 @@ from .config import Config
 from .deployment import running
 from .membership import Member
 from .model_check import ModelFacts
+from .output import say
 from .progress import StartProgress
 from .report import print_report
 from .requests_input import RequestLine
@@ -65,17 +66,17 @@ async def _streamed(client: Client, line: RequestLine) -> Completion | None:
         async for message in client.stream(line.to_wire()):
             completion.take(message, time.monotonic())
             if single and message.WhichOneof("event") == "tokens" and message.tokens.text:
-                print(message.tokens.text, end="", flush=True)
+                say(message.tokens.text, end="")
     except BatonError as error:
         if completion.choices:
-            print(flush=True)
+            say("")
         print(f"baton: {error_text(error)}", file=sys.stderr)
         return None
     if single:
-        print(flush=True)
+        say("")
     else:
         for index, choice in enumerate(completion.choices):
-            print(f"[{index}] {choice.text}", flush=True)
+            say(f"[{index}] {choice.text}")
     return completion
 
 
@@ -96,7 +97,7 @@ async def _together(client: Client, lines: Sequence[RequestLine]) -> list[Comple
         for number, (line, task) in enumerate(zip(lines, tasks, strict=True)):
             result = await task
             name = number if line.id is None else line.id
-            print(json.dumps(output_line(name, result), ensure_ascii=False), flush=True)
+            say(json.dumps(output_line(name, result), ensure_ascii=False))
             completions.append(result if isinstance(result, Completion) else None)
     finally:
         for task in tasks:

@@ -84,8 +84,9 @@ class RaySlot:
 class RayRank:
     """One actor, seen from the controller."""
 
-    def __init__(self, actor: Any, on_report: Report) -> None:
+    def __init__(self, actor: Any, spec: WorkerSpec, on_report: Report) -> None:
         self._actor = actor
+        self._spec = spec
         self._on_report = on_report
         self._failure = ""
         self.config_error = False
@@ -105,6 +106,7 @@ class RayRank:
 
     async def _follow(self) -> str:
         try:
+            await self._actor.start.remote(spec_to_json(self._spec))
             while True:
                 for fields in await self._actor.poll.remote():
                     kind = fields.pop("kind")
@@ -165,8 +167,7 @@ class RayLauncher:
     async def start(self, slot: RaySlot, spec: WorkerSpec, on_report: Report) -> RayRank:
         """Start one rank in its bundle."""
         actor = _ray.remote(RankActor).options(**actor_options(slot, spec.rank)).remote()
-        await actor.start.remote(spec_to_json(spec))
-        return RayRank(actor, on_report)
+        return RayRank(actor, spec, on_report)
 
     async def release(self, slot: RaySlot) -> None:
         """Remove the placement group."""

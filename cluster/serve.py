@@ -9,6 +9,7 @@ from . import spec
 from .config import Config
 from .deployment import Deployment, running
 from .model_check import ModelFacts
+from .output import say
 from .progress import StartProgress
 
 
@@ -19,7 +20,7 @@ async def serve(config: Config, facts: ModelFacts, verbose: bool) -> int:
         async with running(config, facts.name, progress.report) as deployment:
             progress.stop()
             print(spec.threads_line(config), file=sys.stderr)
-            print(ready_line(deployment, facts.name), flush=True)
+            say(ready_line(deployment, facts.name))
             await asyncio.Event().wait()
     print("stopped", file=sys.stderr)
     return 0

@@ -31,7 +31,7 @@ def _temporary() -> str:
 
 def supervised() -> bool:
     """Whether this process is the driver of a warden."""
-    return os.environ.get(_VARIABLE, "").partition(":")[0] == str(os.getppid())
+    return _VARIABLE in os.environ
 
 
 def supervise(command: Sequence[str]) -> int:
@@ -76,7 +76,11 @@ def _wait(child: subprocess.Popen[bytes], early: bool) -> int:
     if early:
         child.send_signal(signal.SIGTERM)
     while True:
-        pid, status = os.waitpid(-1, 0)
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:  # ended and collected by the second signal
+            child.returncode = -signal.SIGKILL
+            return 1
         if pid == child.pid:
             break
     code = child.returncode = os.waitstatus_to_exitcode(status)
@@ -89,8 +93,11 @@ def _wait(child: subprocess.Popen[bytes], early: bool) -> int:
 
 def attach() -> None:
     """In the driver: from now on the end of the warden is the end of this process and of all below it."""
-    pid, pipe, folder = os.environ[_VARIABLE].split(":", 2)
+    pid, pipe, folder = os.environ.pop(_VARIABLE).split(":", 2)  # no descendant takes itself for the driver
     become_subreaper()
+    if os.getppid() != int(pid):  # the warden is gone already
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
     threading.Thread(target=_watch, args=(int(pipe), folder), daemon=True, name=f"warden-{pid}").start()
 
 

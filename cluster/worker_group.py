@@ -54,8 +54,11 @@ class WorkerGroup(Generic[S]):
         self._grace_s = 0.0
 
     def stop(self, grace_s: float) -> None:
-        """End all ranks: asked first, killed after `grace_s`. `run` returns when they have ended."""
-        self._grace_s = grace_s
+        """End all ranks: asked first, killed after `grace_s`. `run` returns when they have ended.
+
+        Ranks that still load serve nobody, and are killed at once.
+        """
+        self._grace_s = grace_s if self._ready.done() else 0.0
         self._end(Ended(""))
 
     async def run(self, timeout_s: float, on_ready: Callable[[dict[str, Any]], Awaitable[None]]) -> Ended:

@@ -16,34 +16,27 @@ from typing import Any, Protocol
 
 import torch
 
-from ..proto.errors import BatonError, Cancelled, Incompatible, InternalError, TransferFailed, from_wire
-from ..proto.kv_layout import KVLayout
+from ..proto.errors import BatonError, Cancelled, InternalError, TransferFailed, from_wire
 from .carriers import INLINE, Carrier, CarrierFailed, InlineCarrier, Rendezvous, chosen
-from .compat import differences
 from .events import Abandoned, FirstTokensArrived, LegKey, RankComplete, ReceiveEvent, ReceiveFailed
 from .frames import FrameHeader
+from .handshake import HelloOwner, checked_hello
 from .params import TransferParams
 from .placement import ExpectedLeg, Placement, PlacementOwner
-from .plan import Range, length, shares
-from .ticket import Ticket, TicketBook
-from .wire import VERSION, Payload, Wire, WireError, field, leg_of
+from .plan import Range, length
+from .ticket import Ticket
+from .wire import Payload, Wire, WireError, field, leg_of
 
 _log = logging.getLogger(__name__)
 _MAX_LEGS = 4096
 _MAX_ACCEPTED = 64
 
 
-class ReceiveOwner(PlacementOwner, Protocol):
+class ReceiveOwner(PlacementOwner, HelloOwner, Protocol):
     """What a link needs of its receiver."""
 
     @property
     def params(self) -> TransferParams: ...
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def incarnation(self) -> str: ...
-    @property
-    def tickets(self) -> TicketBook: ...
     @property
     def on_event(self) -> Callable[[ReceiveEvent], None]: ...
 
@@ -116,7 +109,7 @@ class ReceiveLink:
         if not isinstance(hello, dict) or hello["kind"] != "hello":
             raise WireError("no handshake")
         try:
-            self._check_hello(hello)
+            self._source, self._heads = checked_hello(hello, self._owner)
         except BatonError as error:
             self._wire.send("refused", code=error.code, message=error.message)
             return False
@@ -134,24 +127,6 @@ class ReceiveLink:
             else:
                 self._carrier = built
         return True
-
-    def _check_hello(self, hello: dict[str, Any]) -> None:
-        """Version, ticket, incarnation and layout. Raises TransferFailed or Incompatible."""
-        if hello.get("version") != VERSION:
-            raise Incompatible(f"KV transfer version: prefill has {hello.get('version')!r}, decode has {VERSION}")
-        owner = self._owner
-        owner.tickets.verify(field(hello, "ticket", bytes), owner.worker_id, owner.incarnation)
-        try:
-            theirs = KVLayout.unpack(field(hello, "layout", bytes))
-        except ValueError as error:
-            raise TransferFailed(str(error)) from error
-        if found := differences(theirs, owner.layout):
-            raise Incompatible("prefill and decode KV cannot be converted: " + "; ".join(found))
-        rank = field(hello, "rank", int)
-        if not 0 <= rank < theirs.tensor_parallel:
-            raise TransferFailed(f"prefill rank {rank} of {theirs.tensor_parallel}")
-        plan = shares(theirs.head_ranges, owner.layout.head_ranges, owner.layout.kv_heads)
-        self._source, self._heads = rank, plan.get((rank, owner.rank), ())
 
     def _turn(self) -> None:
         """Handle the next message. Raises WireError when none comes while one is due."""

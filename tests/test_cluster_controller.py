@@ -27,6 +27,7 @@ def controller(cluster: FakeCluster, prefill: int = 1, decode: int = 1, ranks: i
         ranks={"prefill": 1, "decode": ranks},
         devices={"prefill": "cpu", "decode": "cpu"},
         start_timeout_s=5.0,
+        self_test_timeout_s=5.0,
         stop_grace_s=1.0,
         drain_timeout_s=5.0,
         heartbeat_s=0.05,

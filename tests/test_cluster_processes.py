@@ -140,15 +140,16 @@ def test_a_child_dies_with_its_parent() -> None:
 
 DRIVER = """
 import os, subprocess, sys, tempfile, threading
-from baton.cluster import driver
+from baton.cluster import driver, output
 code = driver.supervise_if_needed()
 if code is not None:
     sys.exit(code)
 daemon = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(60)"
-middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {daemon!r}])"
-subprocess.run([sys.executable, "-c", middle])  # leaves an orphan in a session of its own
+middle = f"import subprocess, sys; daemon = subprocess.Popen([sys.executable, '-c', {daemon!r}], stdout=-1, text=True)"
+middle += "; print(daemon.stdout.readline(), end='', flush=True)"
+subprocess.run([sys.executable, "-c", middle], stdout=output.stream())  # leaves an orphan in a session of its own
 folder = tempfile.mkdtemp()
-print("driver", os.getpid(), folder, flush=True)
+output.say(f"driver {os.getpid()} {folder}")
 sys.exit(int(sys.argv[1])) if sys.argv[1:] else threading.Event().wait()
 """
 
@@ -159,9 +160,14 @@ class Warded:
     def __init__(self, script: Path, *arguments: str) -> None:
         self.process = subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        lines = sorted(self.process.stdout.readline() for _ in range(2))
-        self.daemon = int(lines[0])
-        _, pid, folder = lines[1].split()
+        try:
+            self.daemon = int(self.process.stdout.readline())
+            _, pid, folder = self.process.stdout.readline().split()
+        except ValueError:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+            raise
         self.driver, self.folder = int(pid), Path(folder)
         self.all = [self.process.pid, self.driver, self.daemon]
 
@@ -208,6 +214,16 @@ def test_kill_9_of_warden_or_driver_leaves_nothing(warded: Warded, victim: str) 
 def test_an_interrupt_reaches_the_driver_once_and_nothing_is_left(warded: Warded) -> None:
     warded.process.send_signal(signal.SIGINT)
     warded.check_clean(5)
+
+
+def test_a_driver_whose_warden_is_gone_before_it_attached_ends_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    code = "from baton.cluster import driver; driver.supervise_if_needed(); print('went on')"
+    environment = os.environ | {"BATON_WARDEN": f"1:0:{folder}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("code", [0, 2])

@@ -22,6 +22,8 @@ SCRIPT = """
 import asyncio, json, os, signal
 from pathlib import Path
 from baton.cluster import config_load, ray_environment, spec, yaml_tree
+from baton.cluster.output import keep_stdout, say
+keep_stdout()
 ray_environment.prepare("local")
 from baton.cluster.launcher import PlacementFailed
 from baton.cluster.launcher_ray import RayLauncher, actor_options
@@ -57,7 +59,7 @@ async def main(model):
     for slot in slots:
         await launcher.release(slot)
     await launcher.close()
-    print(json.dumps(seen))
+    say(json.dumps(seen))
 
 import sys
 asyncio.run(main(sys.argv[1]))

@@ -5,63 +5,19 @@ from __future__ import annotations
 import random
 import socket
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import pytest
 import torch
-from baton.kv_transfer.events import RankComplete, ReceiveFailed, SendFailed, Sent
+from baton.kv_transfer.events import RankComplete, ReceiveFailed, SendFailed
 from baton.kv_transfer.frames import MAX_FRAME_BYTES, FrameHeader, checksum
-from baton.kv_transfer.ticket import Ticket
-from baton.kv_transfer.wire import VERSION, Wire, WireError
+from baton.kv_transfer.wire import WireError
 from baton.proto.kv_layout import KVLayout
-from baton.tests.harness.kv_rig import LEG, PARAMS, Rig, TensorStore, layout, rig
-
-SHAPE = layout([(0, 2)])
-PROMPT = 8
-QUICK = replace(PARAMS, frame_timeout_s=0.5, connect_timeout_s=0.5)
-
-
-class RawPeer:
-    """A prefill rank by hand."""
-
-    def __init__(self, pair: Rig, genuine: Ticket, **hello: Any) -> None:
-        self.wire = Wire.connect(pair.receivers[0].address, 2.0)
-        fields = {
-            "version": VERSION,
-            "ticket": genuine.pack(),
-            "layout": SHAPE.pack(),
-            "rank": 0,
-            "incarnation": "one",
-            "carrier": "inline",
-            "checksum": True,
-        }
-        self.wire.send("hello", **{**fields, **hello})
-        self.answer = self.wire.receive()
-        self.sequence = 0
-
-    def open(self, ticket: Ticket) -> None:
-        self.wire.send("open", leg=ticket.leg, ticket=ticket.pack())
-
-    def frame(self, payload: bytes | None = None, sealed: bytes | None = None, **changed: Any) -> Any:
-        """Announce a frame (a right one where nothing is changed), send its payload if accepted; the last answer."""
-        base = FrameHeader(
-            *LEG, self.sequence, (0, 4), (0, 4), (0, 2), "float32", "raw", 4 * 2 * 2 * 4 * 8 * 4, True, 0
-        )
-        header = replace(base, **changed)
-        self.sequence += 1
-        content = bytes(header.bytes % (1 << 20)) if payload is None else payload
-        header = replace(header, checksum=checksum(header, memoryview(content if sealed is None else sealed)))
-        self.wire.send("frame", header=header.pack())
-        answer = self.wire.receive()
-        if isinstance(answer, dict) and answer["kind"] == "accept":
-            self.wire.send_payload(memoryview(content))
-            answer = self.wire.receive()
-        return answer
+from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer
+from baton.tests.harness.kv_rig import LEG, Rig, TensorStore, rig
 
 
 @contextmanager
@@ -183,6 +139,7 @@ def test_a_complete_leg_is_not_hurt_by_what_comes_late() -> None:
     [
         ({"version": 99}, "version"),
         ({"ticket": b"junk"}, "not a ticket"),
+        ({"incarnation": "gone"}, "incarnation gone"),
         ({"rank": 7}, "rank 7"),
         ({"layout": replace(SHAPE, layers=5).pack()}, "layers: prefill has 5, decode has 4"),
         ({"layout": replace(SHAPE, kv_heads=10**12).pack()}, "kv_heads"),
@@ -198,84 +155,6 @@ def test_kv_03_the_handshake_refuses_with_a_reason(hello: dict[str, Any], reason
         assert peer.answer["kind"] == "refused"
         assert reason in peer.answer["message"]
         peer.wire.close()
-
-
-def _prefix(kind: int, size: int) -> bytes:
-    return b"bKV" + bytes([kind]) + size.to_bytes(4, "big")
-
-
-def _garbage(seed: int) -> bytes:
-    chance = random.Random(seed)
-    pickled = b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R."
-    body = chance.randbytes(chance.randrange(1, 200))
-    choices = [
-        body,
-        pickled,
-        _prefix(1, len(body)) + body,
-        _prefix(1, len(pickled)) + pickled,
-        _prefix(1, 0xFFFFFFFF),
-        _prefix(2, 0xFFFFFFFF),
-        _prefix(2, MAX_FRAME_BYTES),
-        _prefix(1, 50) + body[:20],
-        _prefix(1, 3) + msgpack.packb([1, 2]),
-        *(_control(chance.choice(["hello", "open", "frame", "done", "fail", "ack", "store", ""])) for _ in range(4)),
-    ]
-    return b"".join(chance.choice(choices) for _ in range(chance.randrange(1, 4)))
-
-
-def _control(kind: str) -> bytes:
-    data = bytes(msgpack.packb({"kind": kind, "leg": ["r", 1], "header": [1, 2, [3]], "ticket": 5}))
-    return b"bKV\x01" + len(data).to_bytes(4, "big") + data
-
-
-@pytest.mark.parametrize("after_handshake", [False, True])
-def test_random_bytes_end_the_link_quickly_and_allocate_nothing(after_handshake: bool) -> None:
-    with rig(SHAPE, SHAPE, QUICK) as pair:
-        tracemalloc.start()
-        for seed in range(150):
-            leg = (f"fuzz{seed}", 1, 0)
-            ticket = pair.reserve(leg, PROMPT, 0, pair.target_blocks(PROMPT))
-            if after_handshake:
-                peer = RawPeer(pair, ticket)
-                peer.open(ticket)
-                connection = peer.wire._socket
-            else:
-                host, port = pair.receivers[0].address.split(":")
-                connection = socket.create_connection((host, int(port)))
-            try:
-                connection.sendall(_garbage(seed))
-                connection.shutdown(socket.SHUT_WR)
-                connection.settimeout(5)
-                while connection.recv(4096):
-                    pass
-            except OSError as error:  # refused so early that the rest of the bytes met a closed socket
-                if isinstance(error, TimeoutError):
-                    raise
-            finally:
-                connection.close()
-            pair.receivers[0].forget(leg)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak < 8 << 20
-        _untouched(pair)
-        pair.send(LEG, PROMPT)
-        pair.sent[0].wait(Sent)
-        pair.assert_equal(PROMPT)
-
-
-def test_headers_survive_their_own_round_trip_only() -> None:
-    header = FrameHeader(*LEG, 0, (0, 4), (0, 4), (0, 2), "float32", "raw", 2048, True, 0)
-    packed = msgpack.unpackb(msgpack.packb(header.pack()))
-    assert FrameHeader.unpack(packed) == header
-    for index in range(len(packed)):
-        wrongs: tuple[Any, ...] = (None, -1, 1 << 64, "", b"x", [1], [2, 1], [1, "2"], {}, 1.5)
-        for wrong in wrongs:
-            if type(wrong) is type(packed[index]) and wrong != [1] and wrong != [2, 1] and wrong != [1, "2"]:
-                continue
-            with pytest.raises(ValueError):
-                FrameHeader.unpack([*packed[:index], wrong, *packed[index + 1 :]])
-    with pytest.raises(ValueError):
-        FrameHeader.unpack(packed[:-1])
 
 
 def test_a_payload_that_was_not_announced_ends_the_link() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
+import psutil
 import pytest
 from baton.tests.harness.client import expect_status
 from baton.tests.harness.gates import Gates
@@ -104,14 +107,44 @@ def test_sp_02_joint_growth_beyond_the_pool_is_preempted_not_stuck(rig: Rig, tin
 
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
 def test_kill_of_an_idle_worker(rig: Rig, worker: str, tiny_dir: Path) -> None:
+    """It comes back as another incarnation, and a prompt seen before is then a prefix hit on the other side only."""
+    prompt = ids(30)
+    first = rig.client.generate(token_ids=prompt, max_tokens=10, temperature=0)
+    Reference(tiny_dir, frozenset({END})).check(prompt, first.token_ids, 10)
     before = rig.workers()[worker]
     rig.kill_worker(worker)
     rig.wait_live()
     after = rig.workers()[worker]
     assert after["incarnation"] != before["incarnation"]
     assert after["restarts"] == before["restarts"] + 1
-    answer = rig.client.generate(token_ids=ids(30), max_tokens=10, temperature=0)
-    Reference(tiny_dir, frozenset({END})).check(ids(30), answer.token_ids, 10)
+    again = rig.client.generate(token_ids=prompt, max_tokens=10, temperature=0)
+    assert again.token_ids == first.token_ids
+    hits = (again.timing.prefill_cached_tokens, again.timing.decode_cached_tokens)
+    assert hits == ((0, 28) if worker == "prefill-0" else (28, 0))
+
+
+def test_api_05_a_stream_that_breaks_does_not_look_finished(rig: Rig, gates: Gates) -> None:
+    """Over HTTP, after the 200: whole, or an error event; never a made-up end."""
+    body = {"model": "tiny-llama", "prompt": "The river", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    lines: list[str] = []
+
+    def read() -> None:
+        with httpx.stream("POST", f"{rig.http}/v1/completions", json=body | {"stream": True}, timeout=60) as response:
+            assert response.status_code == 200
+            lines.extend(line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
+
+    gates.close("decode.step")
+    reader = threading.Thread(target=read)
+    reader.start()
+    gates.wait_reached("decode.step")
+    rig.kill_worker("decode-0")
+    gates.release("decode.step")
+    reader.join(60)
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    reasons = [choice["finish_reason"] for event in events for choice in event.get("choices", [])]
+    errors = [event for event in events if "error" in event]
+    assert ("length" in reasons) != bool(errors)
+    assert "stop" not in reasons
 
 
 @pytest.mark.parametrize(
@@ -176,13 +209,14 @@ def test_lc_12_cancel_storm(rig: Rig) -> None:
     assert total(rig.metrics(), "baton_requests_failed_total") == before
 
 
-def test_kill_of_serve_leaves_nothing(tiny_dir: Path, tmp_path: Path) -> None:
-    config = tiny_config(tiny_dir)
-    with pytest.raises(_Done), running(tmp_path, config) as rig:  # noqa: PT012 (the block ends the cluster itself)
-        stream = rig.client.stream(token_ids=ids(20), **LONG)
-        stream.until_tokens(1)
+@pytest.mark.parametrize("victim", ["warden", "driver"])
+def test_kill_of_serve_leaves_nothing(tiny_dir: Path, tmp_path: Path, victim: str) -> None:
+    """`kill -9` of what the user started, or of the driver below it, in mid-stream."""
+    with pytest.raises(_Done), running(tmp_path, tiny_config(tiny_dir)) as rig:  # noqa: PT012 (the block ends it)
+        rig.client.stream(token_ids=ids(20), **LONG).until_tokens(1)
         before = footprint(rig.process.pid)
-        rig.process.kill()
+        (driver,) = psutil.Process(rig.process.pid).children()
+        (driver if victim == "driver" else rig.process).kill()
         check_processes(before)
         raise _Done
 

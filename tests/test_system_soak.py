@@ -37,8 +37,8 @@ def _one(rig: Rig, rng: random.Random, reference: Reference, lock: threading.Loc
             if leave_at is not None and len(answer.choices[0].token_ids) >= leave_at:
                 stream.cancel()
     except grpc.RpcError as error:
-        assert leave_at is not None, error
-        assert error.code() is grpc.StatusCode.CANCELLED, error
+        if leave_at is None or error.code() is not grpc.StatusCode.CANCELLED:
+            raise
         return "cancelled"
     stream.answer.check_whole()
     with lock:  # one of a few is compared: the reference computes alone

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from baton.tests.harness.oracles import check_accounts, check_processes, footprint, pool_leftovers
 from baton.tests.harness.rig import Rig, running, tiny_config
 from baton.tests.harness.tiny_model import EOS, chain, special_id, write_scripted_model
 
@@ -103,6 +104,21 @@ def test_st_08_min_tokens_and_stop_ids(rig: Rig) -> None:
 def test_st_09_ignore_eos_runs_to_the_cap(rig: Rig) -> None:
     answer = rig.client.generate(prompt="Say ?", max_tokens=15, temperature=0, ignore_eos=True)
     assert (answer.token_ids, answer.reason) == ([*b"ABCDEFGHIJ.", END, END, END, END], "length")
+
+
+def test_the_oracles_see_a_running_request(rig: Rig) -> None:
+    stream = rig.client.stream(prompt="Say ?", max_tokens=120, temperature=0, ignore_eos=True)
+    stream.until_tokens(2)
+    with pytest.raises(AssertionError, match="O-acct: accepted"):
+        check_accounts(rig.http)
+    stream.rest()
+    with pytest.raises(AssertionError, match="O-proc"):
+        check_processes(footprint(rig.process.pid), within_s=0.1)
+    metrics = rig.metrics()
+    metrics["baton_kv_used_blocks"] = dict.fromkeys(metrics["baton_kv_used_blocks"], 1.0)
+    assert len(pool_leftovers(metrics)) == 2
+    del metrics["baton_kv_held_legs"]
+    assert "baton_kv_held_legs is missing" in pool_leftovers(metrics)
 
 
 @pytest.mark.parametrize("stream", [False, True])

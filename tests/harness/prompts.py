@@ -30,7 +30,8 @@ _OBJECTS = ("the names of ships", "what the maps left out", "a long account of s
 def long_text(sentences: int) -> str:
     """Prose that does not repeat itself within a few hundred sentences; about 12 tokens each."""
     return " ".join(
-        f"{_SUBJECTS[i % 6]} {_VERBS[(i * 5 + i // 6) % 6]} {_OBJECTS[(i * 3 + i // 4) % 4]} in year {1700 + 7 * i % 311}."
+        f"{_SUBJECTS[i % 6]} {_VERBS[(i * 5 + i // 6) % 6]} {_OBJECTS[(i * 3 + i // 4) % 4]} "
+        f"in year {1700 + 7 * i % 311}."
         for i in range(sentences)
     )
 

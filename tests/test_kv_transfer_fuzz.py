@@ -1,0 +1,93 @@
+"""Random bytes, pickles and broken headers: the link ends quickly, nothing is allocated for them, nothing is placed."""
+
+from __future__ import annotations
+
+import random
+import socket
+import tracemalloc
+from typing import Any
+
+import msgpack
+import pytest
+from baton.kv_transfer.events import Sent
+from baton.kv_transfer.frames import MAX_FRAME_BYTES, FrameHeader
+from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer
+from baton.tests.harness.kv_rig import LEG, rig
+
+
+def _prefix(kind: int, size: int) -> bytes:
+    return b"bKV" + bytes([kind]) + size.to_bytes(4, "big")
+
+
+def _garbage(seed: int) -> bytes:
+    chance = random.Random(seed)
+    pickled = b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R."
+    body = chance.randbytes(chance.randrange(1, 200))
+    choices = [
+        body,
+        pickled,
+        _prefix(1, len(body)) + body,
+        _prefix(1, len(pickled)) + pickled,
+        _prefix(1, 0xFFFFFFFF),
+        _prefix(2, 0xFFFFFFFF),
+        _prefix(2, MAX_FRAME_BYTES),
+        _prefix(1, 50) + body[:20],
+        _prefix(1, 3) + msgpack.packb([1, 2]),
+        *(_control(chance.choice(["hello", "open", "frame", "done", "fail", "ack", "store", ""])) for _ in range(4)),
+    ]
+    return b"".join(chance.choice(choices) for _ in range(chance.randrange(1, 4)))
+
+
+def _control(kind: str) -> bytes:
+    data = bytes(msgpack.packb({"kind": kind, "leg": ["r", 1], "header": [1, 2, [3]], "ticket": 5}))
+    return b"bKV\x01" + len(data).to_bytes(4, "big") + data
+
+
+@pytest.mark.parametrize("after_handshake", [False, True])
+def test_random_bytes_end_the_link_quickly_and_allocate_nothing(after_handshake: bool) -> None:
+    with rig(SHAPE, SHAPE, QUICK) as pair:
+        tracemalloc.start()
+        for seed in range(150):
+            leg = (f"fuzz{seed}", 1, 0)
+            ticket = pair.reserve(leg, PROMPT, 0, pair.target_blocks(PROMPT))
+            if after_handshake:
+                peer = RawPeer(pair, ticket)
+                peer.open(ticket)
+                connection = peer.wire._socket
+            else:
+                host, port = pair.receivers[0].address.split(":")
+                connection = socket.create_connection((host, int(port)))
+            try:
+                connection.sendall(_garbage(seed))
+                connection.shutdown(socket.SHUT_WR)
+                connection.settimeout(5)
+                while connection.recv(4096):
+                    pass
+            except OSError as error:  # refused so early that the rest of the bytes met a closed socket
+                if isinstance(error, TimeoutError):
+                    raise
+            finally:
+                connection.close()
+            pair.receivers[0].forget(leg)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 8 << 20
+        assert pair.targets[0].writes == 0
+        pair.send(LEG, PROMPT)
+        pair.sent[0].wait(Sent)
+        pair.assert_equal(PROMPT)
+
+
+def test_headers_survive_their_own_round_trip_only() -> None:
+    header = FrameHeader(*LEG, 0, (0, 4), (0, 4), (0, 2), "float32", "raw", 2048, True, 0)
+    packed = msgpack.unpackb(msgpack.packb(header.pack()))
+    assert FrameHeader.unpack(packed) == header
+    for index in range(len(packed)):
+        wrongs: tuple[Any, ...] = (None, -1, 1 << 64, "", b"x", [1], [2, 1], [1, "2"], {}, 1.5)
+        for wrong in wrongs:
+            if type(wrong) is type(packed[index]) and wrong != [1] and wrong != [2, 1] and wrong != [1, "2"]:
+                continue
+            with pytest.raises(ValueError):
+                FrameHeader.unpack([*packed[:index], wrong, *packed[index + 1 :]])
+    with pytest.raises(ValueError):
+        FrameHeader.unpack(packed[:-1])
