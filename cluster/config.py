@@ -205,6 +205,11 @@ class Config(Section):
         return self
 
     @property
+    def folder(self) -> Path:
+        """Of the configuration's file: relative paths start there."""
+        return self._folder
+
+    @property
     def origins(self) -> dict[str, str]:
         """Dotted key -> where its value was written; keys that are absent have their default."""
         return self._origins

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..proto.errors import ConfigError
-from . import config_checks, yaml_tree
+from . import config_checks, hardware, yaml_tree
 from .config import Config
 from .units import Unit
 from .yaml_tree import Problem, Tree
@@ -35,7 +35,9 @@ def load(path: str, settings: list[str]) -> Config:
         raise ConfigError(f"{path}: no such file{_near_file(place)}")
     tree = yaml_tree.read(place)
     yaml_tree.override(tree, settings)
-    return build(tree, place.resolve().parent)
+    config = build(tree, place.resolve().parent)
+    hardware.find(config)
+    return config
 
 
 def build(tree: Tree, folder: Path) -> Config:

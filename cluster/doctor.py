@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 from rich.console import Console
 
 from ..proto.errors import ConfigError
-from . import spec
+from . import hardware, spec
 from .config import Config
 from .launcher import PlacementFailed
 from .model_check import ModelFacts, check_model
@@ -24,6 +24,9 @@ from .output import stream
 from .processes import available_cores
 from .reconcile import POOLS
 from .units import human_bytes, split_address
+
+if TYPE_CHECKING:
+    from ..engine.model_config import ModelConfig
 
 _SELF_TEST_S = 5.0
 _SHM_BYTES = 100 * 2**20
@@ -75,6 +78,7 @@ def _model(config: Config, facts: ModelFacts) -> Iterator[Finding]:
     yield Finding("ok", "model", f"{facts.name}: {facts.source.path} ({shape})")
     for warning in facts.warnings:
         yield Finding("warn", "model", warning, "choose a divisor of the number of KV heads")
+    yield from _limits(config, model)
     needed = 0
     for role in POOLS:
         pool = spec.pool(config, role)
@@ -97,6 +101,20 @@ def _model(config: Config, facts: ModelFacts) -> Iterator[Finding]:
         yield Finding("fail", "memory", total, "lower kv.memory or the number of replicas")
     elif needed:
         yield Finding("ok", "memory", total)
+
+
+def _limits(config: Config, model: ModelConfig) -> Iterator[Finding]:
+    """What the named hardware cannot exceed with this model."""
+    from ..engine.paged_kv import DTYPES
+
+    profile = hardware.find(config)
+    if profile is None:
+        return
+    prefill, decode = (spec.pool(config, role).tensor_parallel for role in POOLS)
+    fastest = profile.best_prefill(model, prefill)
+    yield Finding("ok", "hardware", f"{config.hardware}: a prefill worker reads at most {fastest:,.0f} tokens/s")
+    fastest = profile.best_decode(model, decode, DTYPES[config.model.dtype].itemsize)
+    yield Finding("ok", "hardware", f"{config.hardware}: one stream gets at most {fastest:,.0f} tokens/s")
 
 
 def _gpu_memory(text: str, needed: int) -> Iterator[Finding]:

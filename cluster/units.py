@@ -81,6 +81,21 @@ def show_rate(value: float) -> str:
     return f"{value:g}/s"
 
 
+def parse_bandwidth(value: object) -> float:
+    """`25GB/s` -> bytes per second. Raises ValueError."""
+    if not isinstance(value, str) or not value.endswith("/s"):
+        raise ValueError("expected a bandwidth such as 25GB/s")
+    return float(parse_bytes(value.removesuffix("/s").rstrip()))
+
+
+def parse_flops(value: object) -> float:
+    """`215GFLOP/s` -> operations per second. Raises ValueError."""
+    match = re.fullmatch(_NUMBER + r"\s*([GTP])FLOP/s", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("expected a rate of operations such as 215GFLOP/s or 989TFLOP/s")
+    return float(match[1]) * {"G": 1e9, "T": 1e12, "P": 1e15}[match[2]]
+
+
 def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port` -> (host, port). Raises ValueError."""
     host, colon, port = address.rpartition(":")
@@ -97,4 +112,6 @@ def _check_address(value: str) -> str:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Unit(show_bytes)]
 Duration = Annotated[float, BeforeValidator(parse_duration), Unit(show_duration)]
 Rate = Annotated[float, BeforeValidator(parse_rate), Unit(show_rate)]
+Bandwidth = Annotated[float, BeforeValidator(parse_bandwidth)]
+Flops = Annotated[float, BeforeValidator(parse_flops)]
 Address = Annotated[str, AfterValidator(_check_address)]

@@ -1,0 +1,64 @@
+"""Hardware profiles: what one rank of a machine can do at most, from `configs/hardware/` or a file of the user's.
+
+The limits of a model on it follow. A decode step reads every weight once, so one stream gets at most
+bandwidth / weight bytes tokens a second; prefill does 2 FLOPs per token and weight of the layers (the head runs for
+the last token alone).
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from pydantic import ValidationError
+
+from ..proto.errors import ConfigError
+from .config import Config, Section
+from .units import Bandwidth, Bytes, Flops
+
+if TYPE_CHECKING:  # importing it costs a torch
+    from ..engine.model_config import ModelConfig
+
+CATALOGUE = Path(__file__).resolve().parent.parent / "configs" / "hardware"
+
+
+class Hardware(Section):
+    """What one rank has: a GPU, or one core of a CPU."""
+
+    memory: Bytes  # of the GPU, or of the whole machine
+    bandwidth: Bandwidth  # reading memory, bytes per second
+    flops: Flops  # dense bfloat16
+    source: str  # where the numbers come from
+
+    def best_decode(self, model: ModelConfig, ranks: int, weight_size: int) -> float:
+        """Upper limit of tokens per second of one stream; `weight_size`: bytes of one weight."""
+        weights = _layer_weights(model) + model.hidden * model.vocab_size
+        return ranks * self.bandwidth / (weights * weight_size)
+
+    def best_prefill(self, model: ModelConfig, ranks: int) -> float:
+        """Upper limit of prompt tokens per second."""
+        return ranks * self.flops / (2 * _layer_weights(model))
+
+
+def _layer_weights(model: ModelConfig) -> int:
+    attention = 2 * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    return model.layers * (attention + 3 * model.hidden * model.intermediate)
+
+
+def find(config: Config) -> Hardware | None:
+    """The profile that the configuration names, if it names one. Raises ConfigError: none there, or a bad one."""
+    if config.hardware is None:
+        return None
+    beside = config.folder / Path(config.hardware).expanduser()
+    path = beside if beside.is_file() else CATALOGUE / f"{config.hardware}.yaml"
+    if not path.is_file():
+        known = sorted(entry.stem for entry in CATALOGUE.glob("*.yaml"))
+        near = difflib.get_close_matches(config.hardware, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise ConfigError(f"hardware: is {config.hardware}, neither a profile nor a file; {hint}")
+    try:
+        return Hardware.model_validate(yaml.safe_load(path.read_text()))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ConfigError(f"hardware: {path}: {error}") from None
