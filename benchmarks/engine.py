@@ -1,0 +1,125 @@
+"""The bare engine on one core against this machine's limits, measured in the same run; one row a case.
+
+    .venv/bin/python benchmarks/engine.py [--model smollm2-135m-instruct] [--dtype bfloat16] [--repeats 5]
+
+Prefill is compared with the best matrix product of the model's largest layer (2 FLOPs per weight and token), decode
+with reading every weight and the batch's KV once at the machine's read bandwidth. Medians after a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from baton.engine.paged_kv import DTYPES
+from baton.engine.params import EngineParams
+from baton.engine.ranks import SingleRank
+from baton.engine.runner import Runner
+from baton.engine.step import DRAWN_BY_LEADER, SequenceStep
+
+BLOCK = 16
+PROMPTS = (128, 512, 1024)
+BATCHES = ((1, 128), (8, 128), (32, 128), (64, 128), (1, 1024), (8, 1024))  # sequences, context
+READ_BYTES = 256 << 20
+
+
+def seconds(call: Callable[[], object], repeats: int) -> float:
+    """Median of `repeats` timings of a call, after one that does not count."""
+    call()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def load(model: str, dtype: str) -> Runner:
+    """One rank, one thread, room for the largest case."""
+    blocks = max(batch * (context // BLOCK + 1) for batch, context in BATCHES)
+    params = EngineParams(
+        model_path=model,
+        dtype=dtype,
+        device="cpu",
+        threads=1,
+        block_size=BLOCK,
+        kv_blocks=blocks,
+        kv_bytes=0,
+        kv_dtype="auto",
+        max_model_len=None,
+        batch_invariant=True,
+        prefix_cache=False,
+        layer_group=4,
+        tensor_parallel=1,
+    )
+    return Runner(params, SingleRank(), lambda done, total: None, None)
+
+
+def read_bandwidth(repeats: int) -> float:
+    """Bytes a second that one core reads from memory."""
+    data = torch.zeros(READ_BYTES // 4)
+    return READ_BYTES / seconds(lambda: data.dot(data), repeats)
+
+
+def product_rate(runner: Runner, dtype: torch.dtype, repeats: int) -> float:
+    """FLOP/s of a plain product of 512 rows with the model's gate and up projection."""
+    config = runner.config
+    rows = torch.randn(512, config.hidden).to(dtype)
+    weight = torch.randn(config.hidden, 2 * config.intermediate).to(dtype)
+    flops = 2 * rows.shape[0] * weight.numel()
+    return flops / seconds(lambda: rows @ weight, repeats)
+
+
+def layer_weights(runner: Runner) -> int:
+    """Numbers that every token is multiplied with, the head left out."""
+    c = runner.config
+    return c.layers * (2 * c.hidden * (c.heads + c.kv_heads) * c.head_dim + 3 * c.hidden * c.intermediate)
+
+
+def steps(batch: int, start: int, tokens: int) -> list[SequenceStep]:
+    """`batch` sequences with `tokens` new tokens at `start`, each in blocks of its own."""
+    per = -(-(start + tokens) // BLOCK)
+    return [
+        SequenceStep(f"s{i}", 0, 0, [(7 * t + i) % 30000 for t in range(tokens)], start, tables, DRAWN_BY_LEADER)
+        for i in range(batch)
+        for tables in [list(range(i * per, (i + 1) * per))]
+    ]
+
+
+def main() -> None:
+    """Prints the limits, then one row for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    runner = load(args.model, args.dtype)
+    dtype, config = DTYPES[args.dtype], runner.config
+    weights = layer_weights(runner)
+    flops, bandwidth = product_rate(runner, dtype, args.repeats), read_bandwidth(args.repeats)
+    print(f"{args.model} {args.dtype}, 1 thread: product {flops / 1e9:.0f} GFLOP/s, read {bandwidth / 1e9:.1f} GB/s")
+
+    def ignore(low: int, high: int) -> None:
+        """Nobody waits for the layers."""
+
+    for tokens in PROMPTS:
+        took = seconds(partial(runner.prefill, steps(1, 0, tokens), ignore), args.repeats)
+        rate, limit = tokens / took, flops / (2 * weights)
+        print(f"prefill {tokens:5} tokens: {rate:7.0f} tokens/s, {rate / limit:4.0%} of the product rate")
+    kv_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+    for batch, context in BATCHES:
+        plan = steps(batch, context - 1, 1)
+        took = seconds(partial(runner.decode, plan), args.repeats)
+        read = (weights + config.hidden * config.vocab_size) * dtype.itemsize + batch * context * kv_token
+        print(
+            f"decode batch {batch:3}, context {context:5}: {batch / took:6.0f} tokens/s, {took * 1e3:6.1f} ms a step, "
+            f"{read / took / bandwidth:4.0%} of the read bandwidth"
+        )
+
+
+if __name__ == "__main__":
+    main()
