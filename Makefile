@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROMPT ?= What is the capital of France?
 CONFIG ?= configs/local.yaml
+# any free port: a cluster that runs already keeps its own
+FREE_PORTS := --set router.grpc=127.0.0.1:0 --set router.http=127.0.0.1:0 --set router.admin=127.0.0.1:0
 
 .PHONY: install run test test-slow check proto clean
 
@@ -19,7 +21,7 @@ $(STAMP): pyproject.toml Makefile
 	touch $(STAMP)
 
 run: install
-	$(BIN)/baton generate --config $(CONFIG) --chat --prompt "$(PROMPT)" --report
+	$(BIN)/baton generate --config $(CONFIG) $(FREE_PORTS) --chat --prompt "$(PROMPT)" --report
 
 test: install
 	$(BIN)/python -m pytest -m "not slow"

@@ -13,9 +13,11 @@ from rich.table import Table
 from ..proto import control_pb2 as pb
 from ..proto.control_pb2_grpc import AdminStub
 from ..proto.errors import ConfigError
+from .output import results, say
 from .units import split_address
 
 _QUICK_S = 5.0
+_FILE_WIDTH = 200
 
 
 def _call(address: str, method: str, request: Any, timeout_s: float | None) -> Any:
@@ -29,9 +31,17 @@ def _call(address: str, method: str, request: Any, timeout_s: float | None) -> A
             return getattr(AdminStub(channel), method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
             failed: Any = error
-            where = f"no admin service answers at {address}: " if failed.code() == grpc.StatusCode.UNAVAILABLE else ""
-            print(f"baton: {where}{failed.details()}", file=sys.stderr)
+            print(f"baton: {_reason(failed, address)}", file=sys.stderr)
             return None
+
+
+def _reason(failed: Any, address: str) -> str:
+    """What went wrong, for people."""
+    if failed.code() == grpc.StatusCode.UNAVAILABLE:
+        return f"no admin service answers at {address}: {failed.details()}"
+    if failed.code() == grpc.StatusCode.UNIMPLEMENTED and "Method not found" in failed.details():
+        return f"{address} is not the admin port of a cluster (router.admin): {failed.details()}"
+    return str(failed.details())
 
 
 def show_status(address: str, as_json: bool) -> int:
@@ -40,21 +50,29 @@ def show_status(address: str, as_json: bool) -> int:
     if answer is None:
         return 1
     if as_json:
-        print(json.dumps(status_fields(answer)))
+        say(json.dumps(status_fields(answer)))
         return 0
-    console = Console(highlight=False)
+    with results() as file:
+        print_status(answer, Console(file=file, highlight=False, soft_wrap=True))
+    return 0
+
+
+def print_status(answer: pb.StatusResponse, console: Console) -> None:
+    """The table fits 80 columns; where it does not, or nobody looks, nothing is cut but the node's name is folded."""
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
     places = ", ".join(f"{endpoint.name} {endpoint.address}" for endpoint in answer.endpoints)
     console.print(f"{answer.model}, up {answer.uptime_s:.0f} s; {places}")
-    table = Table()
-    for heading in ("worker", "role", "state", "ranks", "pid @ node", "address", "restarts", "incarnation"):
-        table.add_column(heading, justify="right" if heading in ("ranks", "restarts") else "left")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("worker", "state", "ranks", "restarts", "address", "incarnation"):
+        table.add_column(heading, justify="right" if heading in ("ranks", "restarts") else "left", no_wrap=True)
+    table.add_column("pid @ node", overflow="fold")
     for member in answer.view.members:
         place = f"{member.pid} @ {member.node}" if member.pid else "-"
         ranks, restarts = str(member.tensor_parallel), str(member.restarts)
-        cells = (member.worker_id, member.role, member.state, ranks, place, member.address or "-", restarts)
-        table.add_row(*cells, member.incarnation)
-    console.print(table)
-    return 0
+        cells = (member.worker_id, member.state, ranks, restarts, member.address or "-", member.incarnation)
+        table.add_row(*cells, place)
+    console.print(table, soft_wrap=False)
 
 
 def status_fields(answer: pb.StatusResponse) -> dict[str, Any]:
@@ -72,7 +90,7 @@ def status_fields(answer: pb.StatusResponse) -> dict[str, Any]:
 def _tell(answer: Any) -> int:
     if answer is None:
         return 1
-    print(answer.message)
+    say(answer.message)
     return 0
 
 

@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +22,7 @@ from .client import Client, Completion
 from .config import Config, Lengths, SLOSection, WorkloadSection
 from .deployment import running
 from .model_check import ModelFacts
-from .output import say, stream
+from .output import results, say
 from .progress import StartProgress
 
 _IDS = range(32, 256)  # synthetic prompts: every vocabulary has these, and they are nobody's end of sequence
@@ -147,7 +147,8 @@ async def with_address(address: str, slo: SLOSection, workload: WorkloadSection,
     if as_json:
         say(json.dumps(result))
     else:
-        print_table(result)
+        with results() as file:
+            print_table(result, file)
     return 0 if result["requests"]["completed"] else 1
 
 
@@ -162,9 +163,9 @@ def _load_fields(plan: Plan, workload: WorkloadSection) -> dict[str, Any]:
     }
 
 
-def print_table(result: dict[str, Any]) -> None:
+def print_table(result: dict[str, Any], file: TextIO) -> None:
     """For people."""
-    console = Console(file=stream(), highlight=False)
+    console = Console(file=file, highlight=False)
     requests, load, rates = result["requests"], result["load"], result["throughput"]
     shape = f"{load['concurrency']} at a time" if load["rate_per_s"] is None else f"{load['rate_per_s']:g}/s"
     console.print(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..proto.errors import ConfigError
+from .early import quiet_grpc
 from .processes import die_with_parent
 
 Report = Callable[[str, dict[str, Any]], None]
@@ -59,6 +60,7 @@ def guarded(main: Callable[[], None], report: Report) -> int:
 
 def run_child(main: Main) -> None:
     """The whole life of a child process: `main(spec, report, stop)`, then exit. Does not return."""
+    quiet_grpc()
     parent = os.getppid()
     die_with_parent(signal.SIGKILL, parent)
     reports = os.fdopen(os.dup(1), "wb", buffering=0)

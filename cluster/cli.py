@@ -1,6 +1,8 @@
 """The `baton` command. Each command imports what it needs when it runs, so that `--help` is fast.
 
-Exit codes: 0 done, 2 a mistake in configuration or arguments, 1 any other failure.
+Exit codes: 0 done, 2 a mistake in configuration or arguments, 1 any other failure, and an interrupt (SIGINT, SIGTERM,
+SIGHUP) before the work was done. `serve` has done its work once it is ready: an interrupt after that is its regular
+end, exit code 0 when everything is stopped. A second interrupt ends everything at once, exit code 1.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..proto.errors import BatonError, ConfigError
+from .early import prepare
+from .failures import CommandFailed
+from .output import say
 
 if TYPE_CHECKING:
     from .config import Config
 
 app = typer.Typer(
     name="baton",
-    help="Serve one language model from a prefill pool and a decode pool.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -43,13 +47,14 @@ def load_config(path: str, settings: list[str] | None, print_only: bool) -> Conf
 
     config = config_load.load(path, settings or [])
     if print_only:
-        print(config_load.show(config))
+        say(config_load.show(config))
         raise typer.Exit(0)
     return config
 
 
-def one_target(config: str | None, address: str | None) -> None:
-    """Exactly one of --config and --address, and that a usable address. Raises ConfigError."""
+def one_target(config: str | None, address: str | None, settings: list[str] | None, print_only: bool) -> None:
+    """Exactly one of --config and --address, that a usable address, and nothing that needs the other. Raises
+    ConfigError."""
     from .units import split_address
 
     if (config is None) == (address is None):
@@ -59,6 +64,26 @@ def one_target(config: str | None, address: str | None) -> None:
             split_address(address)
         except ValueError as error:
             raise ConfigError(f"--address: {address}: {error}") from None
+        for option, given in (("--set", bool(settings)), ("--print-config", print_only)):
+            if given:
+                raise ConfigError(f"{option} needs --config: the cluster at --address has its configuration already")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        say(f"baton {version('baton')}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Serve one language model from a prefill pool and a decode pool."""
 
 
 @app.command(epilog="Example: baton serve configs/local.yaml --set model.dtype=float32")
@@ -79,7 +104,7 @@ def serve(
         from .serve import serve as run_serve
 
         _warn(facts.warnings)
-        code = driver.run(run_serve(loaded, facts, verbose), interrupted=0)
+        code = driver.run(run_serve(loaded, facts, verbose))
     raise typer.Exit(code)
 
 
@@ -110,12 +135,14 @@ def generate(
     """Generate text: from one prompt, streamed, or from a file of requests, as JSON lines in input order."""
     from . import driver, requests_input
 
-    one_target(config, address)
+    one_target(config, address, set_, print_config)
     loaded = load_config(config, set_, print_config) if config is not None else None
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling |= {"seed": seed, "n": n, "stop": stop or None, "logprobs": logprobs}
     if (prompt is None) == (input_ is None):
         raise ConfigError("give either --prompt or --input")
+    if chat and input_ is not None:
+        raise ConfigError("--chat goes with --prompt; a line of --input asks for the chat template with `messages`")
     if input_ is not None:
         lines = requests_input.read_lines(input_, sampling)
     else:
@@ -125,7 +152,7 @@ def generate(
     if loaded is None:
         from .generate import with_address
 
-        raise typer.Exit(driver.run(with_address(address or "", lines, as_json, report), interrupted=1))
+        raise typer.Exit(driver.run(with_address(address or "", lines, as_json, report)))
     from .model_check import check_model
 
     facts = check_model(loaded)
@@ -134,7 +161,7 @@ def generate(
         from .generate import with_cluster
 
         _warn(facts.warnings)
-        code = driver.run(with_cluster(loaded, facts, lines, as_json, report, verbose), interrupted=1)
+        code = driver.run(with_cluster(loaded, facts, lines, as_json, report, verbose))
     raise typer.Exit(code)
 
 
@@ -170,7 +197,7 @@ def bench(
     """Measure TTFT, TPOT, ITL and throughput under the configuration's workload."""
     from . import bench_plan, driver
 
-    one_target(config, address)
+    one_target(config, address, set_, print_config)
     loaded = load_config(config, set_, print_config) if config is not None else None
     workload = bench_plan.workload(loaded, prompt_tokens, output_tokens)
     plan = bench_plan.plan(workload, rate, concurrency, requests, warm_up, seed)
@@ -178,7 +205,7 @@ def bench(
         from .bench import with_address
         from .config import SLOSection
 
-        raise typer.Exit(driver.run(with_address(address or "", SLOSection(), workload, plan, json_), interrupted=1))
+        raise typer.Exit(driver.run(with_address(address or "", SLOSection(), workload, plan, json_)))
     from .model_check import check_model
 
     facts = check_model(loaded)
@@ -186,7 +213,7 @@ def bench(
     if code is None:
         from .bench import with_cluster
 
-        code = driver.run(with_cluster(loaded, facts, workload, plan, json_), interrupted=1)
+        code = driver.run(with_cluster(loaded, facts, workload, plan, json_))
     raise typer.Exit(code)
 
 
@@ -236,7 +263,7 @@ def _warn(warnings: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command of the arguments. Does not return."""
     try:
         app()
     except ConfigError as error:
@@ -248,14 +275,11 @@ def main() -> None:
     except BatonError as error:
         print(f"baton: {error.code}: {error.message}", file=sys.stderr)
         sys.exit(1)
-    except Exception as error:
-        from .failures import StartFailed
-
-        if not isinstance(error, StartFailed):
-            raise
+    except CommandFailed as error:
         print(f"baton: {error}", file=sys.stderr)
         sys.exit(1)
 
 
 if __name__ == "__main__":
+    prepare()
     main()

@@ -12,9 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..proto import baton_pb2 as api
 from ..proto.baton_pb2_grpc import BatonStub
-from ..proto.errors import CODES, BatonError, InternalError, Unavailable, from_wire
+from ..proto.errors import CODES, BatonError, InternalError, InvalidRequest, Unavailable, from_wire
 
 _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)]
+_TOO_LARGE = "message larger than max"
 
 
 @dataclass
@@ -127,15 +128,22 @@ class Client:
 
 
 def as_error(error: grpc.aio.AioRpcError, address: str) -> BatonError:
-    """The error that the server meant; a connection that failed is Unavailable and names the address."""
+    """The error that the server meant; a connection that failed is Unavailable and names the address, a message that
+    gRPC itself found too large is not to be tried again."""
     trailers = {key: str(value) for key, value in (error.trailing_metadata() or ())}
     message = error.details() or error.code().name
     code = trailers.get("baton-code", "")
     if code:
         pushback = trailers.get("grpc-retry-pushback-ms", "0")
         return from_wire(code, message, trailers.get("baton-field", ""), int(pushback) / 1000)
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return Unavailable(f"{address} is not the gRPC port of a router (router.grpc): {message}")
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return Unavailable(f"{address}: {message}")
+    if _TOO_LARGE in message:  # gRPC's own refusal, which trying again does not change
+        if message.startswith("CLIENT"):
+            return InternalError(f"a message of the answer is too large for this client ({message})")
+        return InvalidRequest(f"the request is larger than {address} takes ({message})")
     for kind in CODES.values():
         if kind.grpc_status == error.code():
             return kind(message)

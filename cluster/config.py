@@ -122,8 +122,8 @@ class LimitsSection(Section):
     logit_bias: Count = 1024
     prompts: Count = 64
     messages: Count = 1024
-    prompt_size: Bytes = 4 * 2**20
-    body_size: Bytes = 16 * 2**20
+    prompt_size: Bytes = 2 * 2**20
+    body_size: Bytes = 4 * 2**20  # JSON of more holds up every stream while it is parsed
 
 
 class RouterSection(Section):

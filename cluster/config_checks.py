@@ -69,9 +69,10 @@ def _pools(config: Config) -> dict[str, str]:
         )
         if memory < 2**10:
             found[key] = f"is {show_bytes(memory)}, too little for a KV pool; give at least 1KiB"
-    for key in ("frame_size",):
-        if not 2**10 <= getattr(config.kv, key) <= 2**28:
-            found[f"kv.{key}"] = f"is {show_bytes(getattr(config.kv, key))}, but must lie between 1KiB and 256MiB"
+    sizes = {"kv.frame_size": config.kv.frame_size, "router.limits.body_size": config.router.limits.body_size}
+    for key, size in sizes.items():
+        if not 2**10 <= size <= 2**28:
+            found[key] = f"is {show_bytes(size)}, but must lie between 1KiB and 256MiB"
     return found
 
 

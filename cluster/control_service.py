@@ -17,7 +17,7 @@ from ..proto.control_pb2_grpc import (
 )
 from ..router.channels import server_options
 from .controller import Controller
-from .failures import AddressTaken, Refused
+from .failures import AddressTaken, Refused, port_hint
 from .units import split_address
 
 _MESSAGE_BYTES = 4 << 20
@@ -91,7 +91,8 @@ class ControlService:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise AddressTaken(f"router.admin: {self._wanted} is taken or cannot be bound")
+            hint = port_hint("router.admin", host)
+            raise AddressTaken(f"router.admin: {self._wanted} is taken or cannot be bound; {hint}")
         await self._server.start()
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

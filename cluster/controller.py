@@ -26,6 +26,7 @@ from .worker_group import Ended, WorkerGroup
 
 _log = logging.getLogger(__name__)
 _END_SHOWS_S = 2.0
+MOST_REPLICAS = 1024
 Build = Callable[[str, str, int, str], WorkerSpec]  # worker id, incarnation, rank, leader's address ("" for rank 0)
 OnReport = Callable[[str, str, dict[str, Any]], None]  # worker id, kind, fields
 
@@ -125,9 +126,10 @@ class Controller(Generic[S]):
         if worker_id not in self.wanted:
             raise Refused(f"there is no worker {worker_id}; there are {', '.join(sorted(self.wanted))}")
         pool = pool_of(worker_id)
-        if not [member for member in self.feed.view.ready(pool) if member.worker_id != worker_id]:
+        staying = self.wanted - {worker_id}
+        if not [member for member in self.feed.view.ready(pool) if member.worker_id in staying]:
             raise Refused(f"{worker_id} is the only ready {pool} worker; scale {pool} up first")
-        self._want(self.wanted - {worker_id})
+        self._want(staying)
         async for view in self.feed.follow():
             if worker_id not in view.members:
                 break
@@ -139,8 +141,10 @@ class Controller(Generic[S]):
             raise Refused(f"there is no pool {pool!r}; there are prefill and decode")
         if replicas < 1:
             raise Refused(f"a pool has at least 1 worker, not {replicas}")
+        if replicas > MOST_REPLICAS:
+            raise Refused(f"a pool has at most {MOST_REPLICAS} workers, not {replicas}")
         before = len(members(pool, self.wanted))
-        self._want(scaled(self.wanted, pool, replicas))
+        self._want(scaled(self.wanted, self._workers, pool, replicas))
         return f"{pool}: {before} -> {replicas} workers ({', '.join(members(pool, self.wanted))})"
 
     def _want(self, wanted: frozenset[str]) -> None:

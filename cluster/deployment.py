@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from ..proto.errors import ConfigError
+from ..router.params import RouterParams
 from . import ray_environment, spec
 from .child import Child
 from .client import Client
 from .config import Config
 from .control_service import ControlService
 from .controller import Controller, ControllerSettings
-from .failures import StartFailed
+from .failures import StartFailed, port_hint
 from .launcher import Launcher
 
 _ROUTER_COMMAND = (sys.executable, "-m", "baton.cluster.router_process")
@@ -133,12 +134,20 @@ class Deployment:
             if self._router is not router:
                 return
             if not self._router_ready.done():
-                text = reason or "router: ended by itself"
+                text = _with_hint(reason, params) if reason else "router: ended by itself"
                 self._router_ready.set_exception(ConfigError(text) if router.config_error else StartFailed(text))
                 return
             failures += 1
             _log.warning("router: %s; restarting", reason or "ended by itself")
             await asyncio.sleep(spec.backoff(self._config).delay(failures))
+
+
+def _with_hint(reason: str, params: RouterParams) -> str:
+    """The reason, and what to do about it where it is a taken port."""
+    for key, address in (("router.grpc", params.grpc_address), ("router.http", params.http_address)):
+        if reason.startswith(f"{key}: cannot listen on "):
+            return f"{reason}; {port_hint(key, address.rpartition(':')[0])}"
+    return reason
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,7 @@ from . import hardware, spec
 from .config import Config
 from .launcher import PlacementFailed
 from .model_check import ModelFacts, check_model
-from .output import stream
+from .output import results
 from .processes import available_cores
 from .reconcile import POOLS
 from .units import human_bytes, split_address
@@ -52,7 +52,7 @@ def examine(config: Config) -> Iterator[Finding]:
         facts = None
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("ports", lambda: _ports(config)),
-        ("threads", lambda: _threads(config)),
+        ("threads", lambda: threads(config)),
         ("transport", lambda: _transport(config)),
         ("placement", lambda: _placement(config)),
     ]
@@ -111,10 +111,11 @@ def _limits(config: Config, model: ModelConfig) -> Iterator[Finding]:
     if profile is None:
         return
     prefill, decode = (spec.pool(config, role).tensor_parallel for role in POOLS)
+    machine = f"on a machine like {config.hardware}"
     fastest = profile.best_prefill(model, prefill)
-    yield Finding("ok", "hardware", f"{config.hardware}: a prefill worker reads at most {fastest:,.0f} tokens/s")
+    yield Finding("ok", "hardware", f"{machine} a prefill worker reads at most {fastest:,.0f} tokens/s")
     fastest = profile.best_decode(model, decode, DTYPES[config.model.dtype].itemsize)
-    yield Finding("ok", "hardware", f"{config.hardware}: one stream gets at most {fastest:,.0f} tokens/s")
+    yield Finding("ok", "hardware", f"{machine} one stream gets at most {fastest:,.0f} tokens/s")
 
 
 def _gpu_memory(text: str, needed: int) -> Iterator[Finding]:
@@ -151,7 +152,8 @@ def _ports(config: Config) -> Iterator[Finding]:
             yield Finding("ok", "ports", f"router.{name}: {address} is free")
 
 
-def _threads(config: Config) -> Iterator[Finding]:
+def threads(config: Config) -> Iterator[Finding]:
+    """Whether the CPU ranks fit the cores."""
     cores = available_cores()
     roles = [role for role in POOLS if spec.pool(config, role).device == "cpu"]
     if not roles:
@@ -161,7 +163,9 @@ def _threads(config: Config) -> Iterator[Finding]:
     each = ", ".join(f"{role} {count}" for role, (_, count) in zip(roles, pools, strict=True))
     text = f"threads per rank: {each}; {wanted} in all on {cores} cores"
     if wanted > cores:
-        yield Finding("warn", "threads", text, "ranks will share cores; use fewer replicas or threads: auto")
+        auto = all(pool.threads == "auto" for pool, _ in pools)
+        fix = "use fewer replicas or ranks" if auto else "use fewer replicas or ranks, or threads: auto"
+        yield Finding("warn", "threads", text, f"ranks will share cores; {fix}")
     else:
         yield Finding("ok", "threads", text)
 
@@ -205,10 +209,10 @@ def _gloo_pair(host: str) -> float:
             failures.append(error)
 
     started = time.monotonic()
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in ranks:
         thread.start()
-    for thread in threads:
+    for thread in ranks:
         thread.join()
     if failures:
         raise failures[0]
@@ -248,12 +252,13 @@ async def _all_placed(config: Config) -> list[Finding]:
 
 
 def run(config: Config) -> int:
-    """Print the findings. Returns 1 when something fails, else 0."""
-    console = Console(file=stream(), highlight=False, soft_wrap=True)
+    """Print the findings. Returns 1 when something fails, else 0. Raises OutputFailed."""
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     worst = 0
     for finding in examine(config):
-        console.print(f"[{colours[finding.level]}]{finding.level:4}[/] {finding.subject}: ", end="")
-        console.print(finding.text + (f" -> {finding.fix}" if finding.fix else ""), markup=False)
+        with results() as file:
+            console = Console(file=file, highlight=False, soft_wrap=True)
+            console.print(f"[{colours[finding.level]}]{finding.level:4}[/] {finding.subject}: ", end="")
+            console.print(finding.text + (f" -> {finding.fix}" if finding.fix else ""), markup=False)
         worst |= finding.level == "fail"
     return int(worst)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from . import output, warden
+from . import early, output, warden
 
 
 def supervise_if_needed() -> int | None:
@@ -21,16 +20,17 @@ def supervise_if_needed() -> int | None:
         warden.attach()
         output.keep_stdout()
         return None
-    return warden.supervise([sys.executable, "-m", "baton.cluster.cli", *sys.argv[1:]])
+    return warden.supervise([sys.executable, "-m", "baton.cluster.early", *sys.argv[1:]])
 
 
-def run(work: Coroutine[Any, Any, int], interrupted: int) -> int:
-    """Run `work` to its exit code; SIGINT or SIGTERM cancels it, and the code is `interrupted`."""
+def run(work: Coroutine[Any, Any, int]) -> int:
+    """Run `work` to its exit code. The first SIGINT, SIGTERM or SIGHUP cancels it, and the code is 1 unless it takes
+    that for its regular end."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="baton: %(message)s")
-    return asyncio.run(_run(work, interrupted))
+    return asyncio.run(_run(work))
 
 
-async def _run(work: Coroutine[Any, Any, int], interrupted: int) -> int:
+async def _run(work: Coroutine[Any, Any, int]) -> int:
     task = asyncio.create_task(work)
     stopped = asyncio.Event()
 
@@ -40,11 +40,12 @@ async def _run(work: Coroutine[Any, Any, int], interrupted: int) -> int:
             task.cancel()
 
     loop = asyncio.get_running_loop()
-    for kind in (signal.SIGINT, signal.SIGTERM):
+    for kind in early.handled():
         loop.add_signal_handler(kind, on_signal)
     try:
         return await task
     except asyncio.CancelledError:
         if not stopped.is_set():
             raise
-        return interrupted
+        print("baton: interrupted", file=sys.stderr, flush=True)
+        return 1

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 
-class StartFailed(Exception):
+class CommandFailed(Exception):
+    """A command cannot go on; the message is all that its user needs."""
+
+
+class StartFailed(CommandFailed):
     """The cluster could not be started; the message says what failed and why."""
 
 
@@ -11,5 +15,14 @@ class AddressTaken(StartFailed):
     """A port cannot be bound; the message names the key and the address."""
 
 
+class OutputFailed(CommandFailed):
+    """Results cannot be written: the disk is full, or the reader is gone."""
+
+
 class Refused(Exception):
     """An administrator's wish that cannot be fulfilled; the message says why."""
+
+
+def port_hint(key: str, host: str) -> str:
+    """What to do about a taken port; `key`: router.grpc and so on."""
+    return f"--set {key}={host}:0 takes a free port, --address uses the cluster that runs already"

@@ -108,7 +108,8 @@ async def _together(client: Client, lines: Sequence[RequestLine]) -> list[Comple
 
 def error_text(error: BatonError) -> str:
     """For people: the field, the message, the hint."""
-    field = f"{error.field}: " if error.field else ""
+    named = not error.field or error.message.startswith(f"{error.field}:")
+    field = "" if named else f"{error.field}: "
     retry = f" (try again in {error.retry_after_s:g} s)" if error.retry_after_s else ""
     return f"{error.code}: {field}{error.message}{retry}"
 

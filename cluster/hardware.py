@@ -2,7 +2,7 @@
 
 The limits of a model on it follow. A decode step reads every weight once, so one stream gets at most
 bandwidth / weight bytes tokens a second; prefill does 2 FLOPs per token and weight of the layers (the head runs for
-the last token alone).
+the last token alone). With several ranks the one with the most weights decides.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import yaml
 from pydantic import ValidationError
 
+from ..engine.partition import Range, head_ranges, query_ranges, split
 from ..proto.errors import ConfigError
 from .config import Config, Section
 from .units import Bandwidth, Bytes, Flops
@@ -34,17 +35,30 @@ class Hardware(Section):
 
     def best_decode(self, model: ModelConfig, ranks: int, weight_size: int) -> float:
         """Upper limit of tokens per second of one stream; `weight_size`: bytes of one weight."""
-        weights = _layer_weights(model) + model.hidden * model.vocab_size
-        return ranks * self.bandwidth / (weights * weight_size)
+        weights = _layer_weights(model, ranks) + model.hidden * _most(split(model.vocab_size, ranks))
+        return self.bandwidth / (weights * weight_size)
 
     def best_prefill(self, model: ModelConfig, ranks: int) -> float:
         """Upper limit of prompt tokens per second."""
-        return ranks * self.flops / (2 * _layer_weights(model))
+        return self.flops / (2 * _layer_weights(model, ranks))
 
 
-def _layer_weights(model: ModelConfig) -> int:
-    attention = 2 * model.hidden * (model.heads + model.kv_heads) * model.head_dim
-    return model.layers * (attention + 3 * model.hidden * model.intermediate)
+def _layer_weights(model: ModelConfig, ranks: int) -> int:
+    """Of the rank that has the most: the others wait for it."""
+    owned = zip(
+        query_ranges(model.heads, model.kv_heads, ranks),
+        head_ranges(model.kv_heads, ranks),
+        split(model.intermediate, ranks),
+        strict=True,
+    )
+    fullest = max(
+        2 * (query[1] - query[0] + kv[1] - kv[0]) * model.head_dim + 3 * (mlp[1] - mlp[0]) for query, kv, mlp in owned
+    )
+    return model.layers * model.hidden * fullest
+
+
+def _most(ranges: tuple[Range, ...]) -> int:
+    return max(stop - start for start, stop in ranges)
 
 
 def find(config: Config) -> Hardware | None:

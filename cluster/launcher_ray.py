@@ -12,8 +12,10 @@ import logging
 import os
 import queue
 import shutil
+import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..proto.errors import ConfigError
 from .child import Report, ReportHandler, guarded
+from .early import SIGNALS
+from .failures import StartFailed
 from .launcher import PlacementFailed
 from .rank_runtime import run_rank
 from .spec import WorkerSpec, spec_from_json, spec_to_json
@@ -33,6 +37,7 @@ _ray: Any = ray  # its annotations are partial
 _RANK = "baton_rank"  # CPU ranks on a private local Ray ask for this: one CPU each would not fit small machines
 _PLENTY = 10**6
 _OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray accepts; nothing of ours is stored there
+_SIGNAL_SEEN_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -151,9 +156,13 @@ class RayLauncher:
                 "_temp_dir": str(self._folder),
             }
         try:
-            ray.init(address=self._address, **options)
+            with _own_signals():
+                ray.init(address=self._address, **options)
         except ConnectionError as error:
             raise ConfigError(f"cluster.address: no Ray cluster answers at {self._address}: {error}") from None
+        except SystemExit:  # Ray's answer to a SIGTERM while it starts
+            await asyncio.sleep(_SIGNAL_SEEN_S)  # the loop has got the signal too: whoever listens cancels this
+            raise StartFailed("interrupted while Ray was started") from None
 
     async def reserve(self, name: str, ranks: int, device: str) -> RaySlot:
         """A placement group on one node. Raises PlacementFailed with what is short."""
@@ -178,6 +187,20 @@ class RayLauncher:
         ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray puts a SIGTERM handler of its own in place, which exits in the middle of whatever runs; undo that."""
+    kept = {kind: signal.getsignal(kind) for kind in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Ray has changed nothing
+            for kind, handler in kept.items():
+                if signal.getsignal(kind) is not handler and handler is not None:
+                    signal.signal(kind, handler)
+                    signal.siginterrupt(kind, False)  # as asyncio has it
 
 
 def actor_options(slot: RaySlot, rank: int) -> dict[str, Any]:

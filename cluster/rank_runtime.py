@@ -9,12 +9,14 @@ from typing import Any
 
 from ..proto.errors import ConfigError
 from .child import Report
+from .early import quiet_grpc
 from .spec import WorkerSpec, localised
 
 
 def run_rank(spec: WorkerSpec, node_address: str, report: Report, stop: threading.Event) -> None:
     """Run the leader or a follower until `stop` is set. Raises whatever ends it, ConfigError included."""
     params = spec.params
+    quiet_grpc()  # a node of a running Ray cluster does not have our environment
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(params.engine.threads)  # before torch is imported
     spec = localised(spec, node_address)

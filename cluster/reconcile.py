@@ -6,8 +6,9 @@ its way out; `dead` has ended and waits for its restart, whose delay doubles wit
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -120,13 +121,13 @@ def members(pool: str, wanted: Iterable[str]) -> list[str]:
     return sorted((w for w in wanted if pool_of(w) == pool), key=lambda w: int(w.rpartition("-")[2]))
 
 
-def scaled(wanted: Iterable[str], pool: str, replicas: int) -> frozenset[str]:
-    """The wanted workers when `pool` has `replicas`: the highest numbers leave, the lowest free ones come."""
+def scaled(wanted: Iterable[str], present: Collection[str], pool: str, replicas: int) -> frozenset[str]:
+    """The wanted workers when `pool` has `replicas`: the highest numbers leave, the lowest free ones come.
+
+    The names of workers that are still `present`, such as draining ones, are not given out again.
+    """
     others = {worker for worker in wanted if pool_of(worker) != pool}
-    mine = members(pool, wanted)[:replicas]
-    number = 0
-    while len(mine) < replicas:
-        if f"{pool}-{number}" not in mine:
-            mine.append(f"{pool}-{number}")
-        number += 1
-    return frozenset(others | set(mine))
+    mine = set(members(pool, wanted)[:replicas])
+    free = (name for number in itertools.count() if (name := f"{pool}-{number}") not in mine and name not in present)
+    mine.update(itertools.islice(free, replicas - len(mine)))
+    return frozenset(others | mine)

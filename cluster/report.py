@@ -88,18 +88,7 @@ def _many(timed: Sequence[tuple[Completion, api.Timing]]) -> Table:
     table = Table(title=f"{len(timed)} requests", title_justify="left")
     for heading in ("phase", "mean", "longest"):
         table.add_column(heading, justify="left" if heading == "phase" else "right")
-    phases = (
-        "reserve",
-        "prefill_queue",
-        "prefill",
-        "transfer",
-        "transfer_exposed",
-        "ttft",
-        "first_gap",
-        "decode",
-        "total",
-    )
-    for phase in phases:
+    for phase in _PHASES:
         times = [float(getattr(timing, f"{phase}_s")) for _, timing in timed]
         table.add_row(phase.replace("_", " "), _milliseconds(sum(times) / len(times)), _milliseconds(max(times)))
     moved = sum(timing.kv_bytes for _, timing in timed)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import difflib
-import json
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from ..proto import baton_pb2 as api
 from ..proto.errors import ConfigError
+from ..text import strict_json
 
 _INPUTS = ("prompt", "prompt_token_ids", "messages")
 _UNSIGNED_64 = 2**64 - 1
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_SIGNED_32 = 2**31 - 1
+_FLOAT_32 = 3.4e38
+_STDIN = 0
+
+
+def _token_key(key: str) -> str:
+    if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) > _SIGNED_32:
+        raise PydanticCustomError("token_id", "{key} is no token id", {"key": repr(key)[:100]})
+    return key
+
+
+TokenId = Annotated[int, Field(ge=0, le=_SIGNED_32)]
+TokenKey = Annotated[str, AfterValidator(_token_key)]
+Number = Annotated[float, Field(ge=-_FLOAT_32, le=_FLOAT_32, allow_inf_nan=False)]
 
 
 class ChatMessage(BaseModel):
@@ -36,14 +52,14 @@ class RequestLine(BaseModel):
     messages: list[ChatMessage] | None = None
     max_tokens: TokenId | None = None
     min_tokens: TokenId | None = None
-    temperature: float | None = None
+    temperature: Number | None = None
     top_k: TokenId | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[TokenKey, Number] | None = None
     seed: Annotated[int, Field(ge=0, le=_UNSIGNED_64)] | None = None
     n: TokenId | None = None
     stop: str | list[str] | None = None
@@ -54,7 +70,7 @@ class RequestLine(BaseModel):
     cache_salt: str | None = None
 
     def to_wire(self) -> api.GenerateRequest:
-        """The message. Raises ConfigError for logit_bias keys that are no token ids."""
+        """The message."""
         request = api.GenerateRequest(
             request_id="" if self.id is None else str(self.id),
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
@@ -69,8 +85,6 @@ class RequestLine(BaseModel):
             turns = [api.Message(role=turn.role, content=turn.content) for turn in self.messages or []]
             request.messages.CopyFrom(api.Messages(messages=turns))
         for token, bias in (self.logit_bias or {}).items():
-            if not token.isascii() or not token.isdigit():
-                raise ConfigError(f"logit_bias: {token!r} is no token id")
             request.logit_bias[int(token)] = bias
         for name in _OPTIONAL:
             value = getattr(self, name)
@@ -86,7 +100,10 @@ _OPTIONAL = tuple(name for name in RequestLine.model_fields if name not in _PLAI
 def from_fields(fields: dict[str, Any], where: str) -> RequestLine:
     """One request. Raises ConfigError that begins with `where` and names every wrong field."""
     try:
+        strict_json.check(fields)
         line = RequestLine.model_validate(fields)
+    except strict_json.JsonError as error:
+        raise ConfigError(f"{where}: {_named(error)}") from None
     except ValidationError as errors:
         found: dict[str, str] = {}
         for detail in errors.errors():
@@ -106,34 +123,50 @@ def _explain(name: str, kind: str, message: str) -> str:
     return f"unknown field; did you mean {near[0]}?" if near else "unknown field"
 
 
+def _named(error: strict_json.JsonError) -> str:
+    return f"{error.field}: {error}" if error.field else str(error)
+
+
 def read_lines(path: Path, defaults: dict[str, Any]) -> list[RequestLine]:
-    """The requests of a JSON lines file, over `defaults`. Raises ConfigError with every mistake."""
+    """The requests of a JSON lines file ("-": stdin), over `defaults`. Raises ConfigError with every mistake."""
+    name = "stdin" if str(path) == "-" else str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (_stdin() if name == "stdin" else path.read_bytes()).decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"--input: {path}: {error.strerror or error}") from None
+        raise ConfigError(f"--input: {name}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--input: {path}: not UTF-8 text") from None
+        raise ConfigError(f"--input: {name}: not UTF-8 text") from None
     lines: list[RequestLine] = []
     mistakes: list[str] = []
     for number, raw in enumerate(text.split("\n"), start=1):
         if not raw.strip():
             continue
-        where = f"{path}:{number}"
+        where = f"{name}:{number}"
         try:
-            fields = json.loads(raw)
+            fields = strict_json.loads(raw)
             if not isinstance(fields, dict):
                 raise ConfigError(f'{where}: expected an object such as {{"id": "a", "prompt": "..."}}')
             lines.append(from_fields({**defaults, **fields}, where))
-        except ValueError as error:
-            mistakes.append(f"{where}: not JSON: {error}")
+        except strict_json.JsonError as error:
+            mistakes.append(f"{where}: {_named(error)}")
         except ConfigError as error:
             mistakes.append(str(error))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     if not lines:
-        raise ConfigError(f"--input: {path} holds no request")
+        raise ConfigError(f"--input: {name} holds no request")
     return lines
+
+
+def _stdin() -> bytes:
+    """All of stdin; it can be read once more afterwards, by a process that is started with the same arguments."""
+    with open(_STDIN, "rb", closefd=False) as stdin:
+        text = stdin.read()
+    with tempfile.TemporaryFile() as again:
+        again.write(text)
+        again.seek(0)
+        os.dup2(again.fileno(), _STDIN)
+    return text
 
 
 def chat(prompt: str) -> Sequence[dict[str, str]]:

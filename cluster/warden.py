@@ -16,11 +16,11 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
+from .early import handled
 from .processes import become_subreaper, kill_descendants
 
 _VARIABLE = "BATON_WARDEN"  # "PID:FD:FOLDER" of the warden, its pipe and the run's temporary folder
 _LONGEST = 15  # 107 less "/baton-", "/ray-", "/session_<time>_<pid>" and "/sockets/plasma_store"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _temporary() -> str:
@@ -37,8 +37,21 @@ def supervised() -> bool:
 def supervise(command: Sequence[str]) -> int:
     """Run `command` as the driver, pass signals on, and leave nothing behind. Returns its exit code.
 
-    The first signal is passed on; the second ends everything at once.
+    The first signal reaches it as SIGTERM, which is quiet even before it has a handler; the second ends everything at
+    once.
     """
+    interrupted: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        interrupted.append(number)
+        if child is not None and len(interrupted) == 1:
+            child.send_signal(signal.SIGTERM)
+        elif len(interrupted) > 1:
+            kill_descendants()
+
+    for kind in handled():
+        signal.signal(kind, on_signal)
     become_subreaper()
     folder = tempfile.mkdtemp(prefix="baton-", dir=_temporary())
     reading, writing = os.pipe()
@@ -48,32 +61,20 @@ def supervise(command: Sequence[str]) -> int:
         "TMPDIR": folder,
         "GRPC_ENABLE_FORK_SUPPORT": "0",  # Ray forks only to execute
     }
-    interrupted: list[int] = []
-    child: subprocess.Popen[bytes] | None = None
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        interrupted.append(number)
-        if child is not None and len(interrupted) == 1:
-            child.send_signal(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
-        elif len(interrupted) > 1:
-            kill_descendants()
-
-    for number in _SIGNALS:
-        signal.signal(number, on_signal)
     try:
         # a session of its own: Ctrl-C reaches the driver through us, once
         child = subprocess.Popen(command, env=environment, pass_fds=[reading], start_new_session=True)
         os.close(reading)
-        return _wait(child, bool(interrupted))
+        return _wait(child, interrupted)
     finally:
         kill_descendants()
         shutil.rmtree(folder, ignore_errors=True)
         os.close(writing)
 
 
-def _wait(child: subprocess.Popen[bytes], early: bool) -> int:
+def _wait(child: subprocess.Popen[bytes], interrupted: Sequence[int]) -> int:
     """The driver's exit code; meanwhile orphans that end are collected."""
-    if early:
+    if interrupted:  # before there was a child
         child.send_signal(signal.SIGTERM)
     while True:
         try:
@@ -84,6 +85,9 @@ def _wait(child: subprocess.Popen[bytes], early: bool) -> int:
         if pid == child.pid:
             break
     code = child.returncode = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGTERM and interrupted:  # it had no handler yet
+        print("baton: interrupted", file=sys.stderr)
+        return 1
     if code < 0:
         name = signal.Signals(-code).name
         print(f"baton: the driver was killed by {name}; everything it started has been ended", file=sys.stderr)

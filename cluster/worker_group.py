@@ -87,12 +87,20 @@ class WorkerGroup(Generic[S]):
         except Exception as error:
             self._end(Ended(str(error) or repr(error)))
         finally:
-            await asyncio.gather(*(rank.stop(self._grace_s) for rank in self._ranks), return_exceptions=True)
+            await self._stop_ranks()
             for watcher in self._watchers:
                 watcher.cancel()
             await self._launcher.release(slot)
         ended: Ended = self._over.result()
         return ended
+
+    async def _stop_ranks(self) -> None:
+        """The leader first: it tells the others to end, and would take their going before it for a failure."""
+        leader, others = self._ranks[:1], self._ranks[1:]
+        if self._grace_s == 0:
+            leader, others = [], self._ranks
+        for ranks in (leader, others):
+            await asyncio.gather(*(rank.stop(self._grace_s) for rank in ranks), return_exceptions=True)
 
     def _end(self, ended: Ended) -> None:
         if not self._over.done():

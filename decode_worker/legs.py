@@ -10,7 +10,7 @@ finished, preempted, or with its leg (failed, cancelled, session ended).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -91,6 +91,13 @@ class DecodeLegs:
             return []
         self.pool.release(reservation.blocks)
         return [Forget(key)]
+
+    def end_choices(self, key: LegKey, choices: Collection[int]) -> list[Effect]:
+        """These choices leave the batch and give back their blocks; the leg is over with its last one."""
+        for name in self._sequences(key):
+            if name[1] in choices:
+                self._leave(name)
+        return []
 
     def session_ended(self, session: int) -> list[Effect]:
         """Drop every leg of a router that is gone."""

@@ -118,6 +118,8 @@ class DecodeEngine:
         match command.WhichOneof("command"):
             case "reserve":
                 return self._submit(session, command.reserve.leg, now)
+            case "cancel" if command.cancel.choices:
+                return self._legs.end_choices(key_of(command.cancel.leg), command.cancel.choices)
             case "cancel":
                 return self._legs.cancel(key_of(command.cancel.leg))
             case other:

@@ -21,10 +21,13 @@ exactly the sender's size (a longer message aborts the process); move bytes (uin
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import ipaddress
 import os
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -39,6 +42,9 @@ from torch._C._distributed_c10d import Store, Work
 
 _NCCL_CHANNELS = 4  # each channel costs GPU memory and SMs; the link is the bottleneck long before
 _NEVER_S = 86_400.0
+_SO_ATTACH_FILTER = 26  # Linux; the socket module has no name for it
+_BPF_RETURN = 6
+_CREATING_DEVICE = threading.Lock()  # so that a new listener is known to be this group's
 
 
 class ReplicatedStore(Store):
@@ -146,6 +152,32 @@ def interface_of(host: str) -> str:
     raise ValueError(f"{host} ({address}) is not an address of this machine")
 
 
+def _listening() -> set[int]:
+    """Descriptors of this process's listening sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and _is_listening(int(name)):
+                found.add(int(name))
+    return found
+
+
+def _is_listening(descriptor: int) -> bool:
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _refuse_connections(descriptor: int) -> None:
+    """Lets nobody connect any more: all pairs of the group are connected, and gloo keeps every stranger's socket.
+
+    The listener itself is gloo's and must stay: it gets a packet filter that drops everything.
+    """
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    program = struct.pack("HL", 1, ctypes.addressof(drop_all))
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
 class Group(Protocol):
     """What a group can do, as torch spells it: lists of tensors in, a `Work` out whose `wait(limit)` finishes it.
 
@@ -176,7 +208,10 @@ def make_group(backend: str, store: ReplicatedStore, rank: int, size: int, timeo
         kind: Any = dist.ProcessGroupGloo
         options = kind._Options()
         # Eager connection: lazily connected groups ignored the limit in some builds, and read the store at any time.
-        options._devices = [kind.create_device(hostname=host, lazy_init=False)]
+        with _CREATING_DEVICE:
+            before = _listening()
+            options._devices = [kind.create_device(hostname=host, lazy_init=False)]
+            listeners = _listening() - before
     elif backend == "nccl":
         if not dist.is_nccl_available() or not torch.cuda.is_available():
             raise ValueError("this torch has no NCCL, or there is no CUDA device")
@@ -188,6 +223,9 @@ def make_group(backend: str, store: ReplicatedStore, rank: int, size: int, timeo
         raise ValueError(f"unknown process group backend {backend!r}: gloo or nccl")
     options._timeout = limit
     group: Group = kind(store, rank, size, options)
+    if backend == "gloo":
+        for descriptor in listeners:
+            _refuse_connections(descriptor)
     # C++ keeps only its half of the store alive: tie the Python half to the group's life.
     weakref.finalize(group, store.fail, "its group is gone")
     return group

@@ -106,8 +106,11 @@ class WorkerLoop:
         try:
             self._run()
         except BaseException as error:
-            log.exception("the engine is broken")
-            self.failure = error
+            if self._stopping:  # at the end the ranks leave in any order
+                log.info("the engine ended: %s", error)
+            else:
+                log.exception("the engine is broken")
+                self.failure = error
             self._engine.fail_all(Unavailable(f"the worker's engine failed: {error}"))
         self._flush()
         self._call(self.ended.set)

@@ -120,10 +120,12 @@ class LegRef(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_choice: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("leg",)
+    __slots__ = ("leg", "choices")
     LEG_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     leg: LegRef
-    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ...) -> None: ...
+    choices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("leg",)

@@ -130,9 +130,11 @@ class Core:
         self._facts = ModelFacts(min(w.max_model_len for w in ups), min(w.vocab_size for w in ups))
         _log.info("%s %s is up", peer.worker_id, peer.incarnation)
 
-    def session_lost(self, peer: Peer) -> None:
-        """A worker, with all that it held for us, is gone."""
-        _log.warning("%s %s is lost", peer.worker_id, peer.incarnation)
+    def session_lost(self, member: Member) -> None:
+        """A worker, with all that it held for us, is gone; a draining one was meant to go."""
+        peer = member.peer
+        level = logging.WARNING if member.state == "ready" else logging.INFO
+        _log.log(level, "%s %s is lost", peer.worker_id, peer.incarnation)
         self.dispatcher.worker_lost(peer)
         for live in list(self._lives.values()):
             self._handle(live, m.WorkerLost(peer))
@@ -203,7 +205,7 @@ class Core:
             case m.Reserve(leg, _) | m.Prefill(leg, _, b""):  # the first command after the gate
                 live.record.gate_s += self.dispatcher.waited(live.request_id, leg)
                 self.dispatcher.send(live, action)
-            case m.Prefill() | m.CancelLeg() | m.ReleaseLeg():
+            case m.Prefill() | m.CancelLeg() | m.CancelChoices() | m.ReleaseLeg():
                 self.dispatcher.send(live, action)
             case m.Emit(tokens):
                 self._emit(live, tokens)

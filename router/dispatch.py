@@ -124,7 +124,7 @@ class Dispatcher:
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
-    def send(self, live: Live, action: m.Reserve | m.Prefill | m.CancelLeg | m.ReleaseLeg) -> None:
+    def send(self, live: Live, action: m.Command) -> None:
         """Sends what the action says; dropped when the worker's session is down, since it then knows no leg of ours."""
         session = self._sessions.get(action.peer)
         if session is None:
@@ -136,6 +136,8 @@ class Dispatcher:
                 command = pb.RouterCommand(prefill=pb.Prefill(leg=_leg(live, leg), ticket=ticket))
             case m.CancelLeg(leg):
                 command = pb.RouterCommand(cancel=pb.Cancel(leg=_ref(live, leg)))
+            case m.CancelChoices(leg, _, choices):
+                command = pb.RouterCommand(cancel=pb.Cancel(leg=_ref(live, leg), choices=choices))
             case m.ReleaseLeg(leg):
                 command = pb.RouterCommand(release=pb.Release(leg=_ref(live, leg)))
         session.send(command)

@@ -18,6 +18,14 @@ class BodyTooLarge(InvalidRequest):
 
 
 class NoSuchPath(InvalidRequest):
-    """Nothing is served at that path or with that method."""
+    """Nothing is served at that path."""
 
+    code: ClassVar[str] = "not_found"
     http_status: ClassVar[int] = 404
+
+
+class WrongMethod(InvalidRequest):
+    """The path is served, but not with that method."""
+
+    code: ClassVar[str] = "method_not_allowed"
+    http_status: ClassVar[int] = 405

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from ..proto.errors import BatonError
 from .core import Core
 from .live import Answer
-from .params import RouterParams
+from .params import RequestLimits, RouterParams
 from .requests import ClientRequest, Prepared
 from .text_service import TextService
 from .validate import check_parameters, check_size, prepare
@@ -25,6 +26,14 @@ class FrontDoor:
     async def generate(self, request: ClientRequest) -> Answer:
         """Validates and takes a request. Raises InvalidRequest, Exhausted, Unavailable."""
         return self.submit(await self.prepare(request))
+
+    def bounded(self, check: Callable[[RequestLimits, int], None]) -> None:
+        """Runs a check of bounds.py, and counts its refusal. Raises InvalidRequest, Unavailable."""
+        try:
+            check(self.params.limits, self.core.facts().context)
+        except BatonError as error:
+            self.refused(error)
+            raise
 
     async def prepare(self, request: ClientRequest) -> Prepared:
         """The request as token ids with every parameter resolved. Raises InvalidRequest, Exhausted, Unavailable."""

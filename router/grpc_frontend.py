@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from ..proto import baton_pb2 as api
 from ..proto.baton_pb2_grpc import BatonServicer, add_BatonServicer_to_server
 from ..proto.errors import BatonError
+from .bounds import check_message
 from .channels import server_options
 from .core import Core
 from .errors import AddressTaken
@@ -81,6 +82,7 @@ class _Service(BatonServicer):
         """See baton.proto. Writes by itself, so that a cancel always ends in the `finally` below."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
+            self._door.bounded(lambda limits, room: check_message(request, limits, room))
             answer = await self._door.generate(client_request(request, metadata, context.time_remaining()))
         except BatonError as error:
             await _abort(context, error, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import time
 from collections.abc import Callable
@@ -12,13 +11,15 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..proto.errors import BatonError, InternalError, InvalidRequest
-from .errors import AddressTaken, BodyTooLarge, NoSuchPath
+from ..proto.errors import BatonError, Cancelled, InternalError, InvalidRequest
+from ..text import strict_json
+from .bounds import check_body
+from .errors import AddressTaken, BodyTooLarge, NoSuchPath, WrongMethod
 from .front_door import FrontDoor
 from .http_generation import Generation, error_response
 from .openai_answer import ChatFormat, CompletionFormat, Wanted
@@ -110,9 +111,13 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
+    """A path or method that is not served, or what Starlette itself refuses."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    response = error_response(NoSuchPath(f"{request.method} {request.scope['path']} is not served here"))
+    kind = WrongMethod if status == WrongMethod.http_status else NoSuchPath
+    response = error_response(kind(f"{request.method} {request.scope['path']} is not served here"))
     response.status_code = status
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
     return response
 
 
@@ -188,10 +193,11 @@ class _Routes:
         raw = await self._body(request)
 
         def work() -> Body:
+            limits, context = self._door.params.limits, self._door.core.facts().context
             try:
-                data = json.loads(raw)
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequest(f"the body is not JSON: {error}") from None
+                data = strict_json.loads(raw, lambda value: check_body(value, limits, context))
+            except strict_json.JsonError as error:
+                raise InvalidRequest(f"{error.field or 'the body'}: {error}", field=error.field) from None
             return parse(kind, data, self._door.params.served_name)
 
         return self._checked(work)
@@ -199,12 +205,15 @@ class _Routes:
     async def _body(self, request: Request) -> bytes:
         limit = self._door.params.limits.body_bytes
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                error = BodyTooLarge(f"the body has more than {limit} bytes")
-                self._door.refused(error)
-                raise error
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    error = BodyTooLarge(f"the body has more than {limit} bytes")
+                    self._door.refused(error)
+                    raise error
+        except ClientDisconnect:
+            raise Cancelled("the client left while it sent the body") from None
         return bytes(body)
 
 

@@ -201,6 +201,15 @@ class CancelLeg:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelChoices:
+    """Tell the decode worker to end these choices of a committed leg; its others go on."""
+
+    leg: LegKey
+    peer: Peer
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseLeg:
     """Tell the prefill worker that the prompt's blocks are no longer needed."""
 
@@ -236,4 +245,5 @@ class End:
     error: BatonError | None
 
 
-Action = Place | EnterGate | Reserve | Prefill | CancelLeg | ReleaseLeg | Emit | PrefillOver | LegOver | End
+Command = Reserve | Prefill | CancelLeg | CancelChoices | ReleaseLeg
+Action = Place | EnterGate | Command | Emit | PrefillOver | LegOver | End

@@ -12,8 +12,8 @@ from ..text.tokenizer import Tokenizer
 from .requests import ChoiceEnd, Output, TokenScore, Usage
 
 Json = dict[str, Any]
-_ERROR_TYPES = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error"}
-_ERROR_TYPES |= {429: "rate_limit_error", 499: "cancelled"}
+_ERROR_TYPES = dict.fromkeys((400, 405, 413), "invalid_request_error")
+_ERROR_TYPES |= {404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
 
 
 def error_body(error: BatonError) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -36,6 +37,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
+# Fields of several types: what to say instead of one complaint per type.
+_EXPECTED = {
+    "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "must be a text or a list of texts",
+    "logprobs": "must be an integer",
+}
+_SIGNED_64 = 1 << 63
+_MAX_ID_DIGITS = 10
 _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 
 
@@ -94,7 +103,7 @@ class _Request(BaseModel):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": _bias(self.logit_bias or {}),
-            "seed": self.seed if self.seed is None or self.seed >= 0 else self.seed % (1 << 64),
+            "seed": _seed(self.seed),
             "n": self.n,
             "min_tokens": self.min_tokens,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
@@ -150,6 +159,7 @@ class ChatRequest(_Request):
             input_field="messages",
             max_tokens=limits.pop() if limits else None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
             **self.common(label),
         )
 
@@ -170,13 +180,22 @@ def parse(kind: type[Body], data: Any, served: str) -> Body:
     try:
         body = kind.model_validate(kept)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        what = "unknown field" if first["type"] == "extra_forbidden" else str(first["msg"])
-        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {what}", field=name) from None
+        raise _refusal(kind, error) from None
     if body.model is not None and body.model != served:
         raise UnknownModel(f"model: {body.model!r:.100} is not served here, only {served!r}", field="model")
     return body
+
+
+def _refusal(kind: type[Body], error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    path, what = [str(part) for part in first["loc"]], str(first["msg"])
+    if first["type"] == "extra_forbidden":
+        known = StreamOptions.model_fields if len(path) > 1 else {**kind.model_fields, **NEUTRAL}
+        near = difflib.get_close_matches(path[-1], list(known), n=1, cutoff=0.5)
+        what = f"unknown field; did you mean {near[0]}?" if near else "unknown field"
+    elif len(path) > 1 and path[0] in _EXPECTED:
+        path, what = path[:1], _EXPECTED[path[0]]
+    return InvalidRequest(f"{'.'.join(path):.200}: {what}", field=path[0][:200])
 
 
 def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -188,10 +207,15 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
 
 
 def _bias(entries: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(key): value for key, value in entries.items()}
-    except ValueError:
-        raise InvalidRequest("logit_bias: keys must be token ids", field="logit_bias") from None
+    for key in entries:
+        if not key.isascii() or not key.isdigit() or len(key) > _MAX_ID_DIGITS:
+            raise InvalidRequest(f"logit_bias: {key!r:.100} is no token id", field="logit_bias")
+    return {int(key): value for key, value in entries.items()}
+
+
+def _seed(given: int | None) -> int | None:
+    """OpenAI's seeds are signed: a negative one stands for its bits."""
+    return given % (1 << 64) if given is not None and -_SIGNED_64 <= given < 0 else given
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:

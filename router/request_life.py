@@ -123,7 +123,7 @@ class RequestLife:
             case m.Sent(_, peer) if peer == leg.prefill:
                 return self._step(leg, LegEvent.SENT)
             case m.Committed(_, peer) if peer == leg.decode:
-                return self._step(leg, LegEvent.COMMITTED)
+                return self._committed(leg)
             case m.Preempted(_, peer, choice) if peer == leg.decode and choice in leg.choices:
                 return self._preempted(leg, choice)
             case m.Failed(_, peer, error) if peer in (leg.prefill, leg.decode):
@@ -135,6 +135,11 @@ class RequestLife:
         if leg.state is LegState.HANDOVER and leg.decode is None:
             return actions + self._end(InternalError("the first token did not end a request that has no decode worker"))
         return actions
+
+    def _committed(self, leg: Leg) -> list[Action]:
+        actions = self._step(leg, LegEvent.COMMITTED)
+        stopped = [choice for choice in leg.choices if self.ledgers[choice].stopped_here]
+        return actions + self._end_choices(leg, stopped) if actions else []
 
     def _emit(self, leg: Leg, event: LegEvent, tokens: Sequence[pb.Token]) -> list[Action]:
         if (leg.state, event) not in TABLE:
@@ -184,8 +189,14 @@ class RequestLife:
         actions: list[Action] = []
         for leg in list(self.legs.values()):
             if choice in leg.choices:
-                actions += self._close_if_done(leg)
+                actions += self._close_if_done(leg) or self._end_choices(leg, [choice])
         return actions
+
+    def _end_choices(self, leg: Leg, choices: Sequence[int]) -> list[Action]:
+        """The decode worker does not know that the router ended these choices, and would go on with them."""
+        if not choices or leg.state is not LegState.DECODING or leg.decode is None:
+            return []  # before the commit they are in nobody's batch
+        return [m.CancelChoices(leg.key, leg.decode, tuple(choices))]
 
     def _end(self, error: BatonError | None) -> list[Action]:
         actions: list[Action] = []

@@ -17,6 +17,7 @@ class ClientRequest:
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     input_field: str = "prompt"  # what the client's protocol calls the input
+    logprobs_field: str = "logprobs"  # likewise
     label: str = ""
     temperature: float | None = None
     top_k: int | None = None

@@ -42,7 +42,7 @@ class Listener(Protocol):
 
     def session_event(self, peer: Peer, event: pb.WorkerEvent) -> None: ...
 
-    def session_lost(self, peer: Peer) -> None: ...
+    def session_lost(self, member: Member) -> None: ...
 
 
 class Session:
@@ -94,7 +94,7 @@ class Session:
         self._outbox.clear()
         self.load = pb.Load()
         if was_up:
-            self._listener.session_lost(self.member.peer)
+            self._listener.session_lost(self.member)
 
     async def _serve(self) -> None:
         """One connection, from hello until it breaks (raises) or falls silent (ConnectionError)."""

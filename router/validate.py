@@ -177,7 +177,9 @@ def prepare(
     _ids(request.input_field, prompt_ids, facts.vocab_size)
     max_tokens = _max_tokens(request, len(prompt_ids), facts.context)
     top_k = _integer("top_k", request.top_k, 0, -1, MAX_INT32)
-    logprobs = None if request.logprobs is None else _integer("logprobs", request.logprobs, 0, 0, limits.logprobs)
+    logprobs = request.logprobs
+    if logprobs is not None:
+        logprobs = _integer(request.logprobs_field, logprobs, 0, 0, limits.logprobs)
     sampling = SamplingParams(
         temperature=_number("temperature", request.temperature, 1.0, 0.0, MAX_TEMPERATURE),
         top_k=max(0, top_k),

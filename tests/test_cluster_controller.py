@@ -154,6 +154,8 @@ async def test_scale_up_and_down() -> None:
         await until(lambda: states(running) == {"decode-0": "ready", "prefill-0": "ready"})
         with pytest.raises(Refused, match="at least 1"):
             running.scale("decode", 0)
+        with pytest.raises(Refused, match="at most 1024"):
+            running.scale("decode", 100_000)
         with pytest.raises(Refused, match="no pool 'x'"):
             running.scale("x", 1)
 

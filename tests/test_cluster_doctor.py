@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from baton.cluster import config_load, yaml_tree
+from baton.cluster.doctor import threads as findings_of_threads
 from baton.tests.harness.rig import merged, tiny_config
 
 
@@ -51,3 +54,13 @@ def test_a_missing_model_is_a_finding_and_the_rest_is_still_checked(tmp_path: Pa
     assert code == 1
     assert found["model"].startswith("fail model: model.path")
     assert found["ports"].startswith("ok ")
+
+
+@pytest.mark.parametrize(("threads", "advice"), [("auto", "use fewer replicas or ranks"), (64, "or threads: auto")])
+def test_threads_auto_is_not_advised_where_it_is_set(threads: str | int, advice: str) -> None:
+    text = (
+        f"model: {{path: m}}\npools: {{prefill: {{replicas: 500, threads: {threads}}}, decode: {{threads: {threads}}}}}"
+    )
+    (finding,) = findings_of_threads(config_load.build(yaml_tree.parse(text, "c"), Path()))
+    assert finding.level == "warn"
+    assert finding.fix.endswith(advice)

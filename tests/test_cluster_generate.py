@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from baton.cluster import cli, requests_input
-from baton.cluster.generate import with_address
+from baton.cluster.admin import show_status
+from baton.cluster.client import Client
+from baton.cluster.generate import error_text, with_address
 from baton.cluster.membership import Member
 from baton.cluster.requests_input import RequestLine, from_fields, read_lines
 from baton.proto import baton_pb2 as api
 from baton.proto.errors import ConfigError, InvalidRequest
 from baton.tests.harness.mock_router import MockRouter, Script, accepted, finished, serving, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def test_every_field_of_a_line_reaches_the_request() -> None:
@@ -69,6 +75,22 @@ def test_what_is_not_given_is_left_to_the_server() -> None:
         ({"prompt": "x", "max_tokens": "5"}, "f:1: max_tokens: Input should be a valid integer"),
         ({"prompt": 5}, "f:1: prompt: Input should be a valid string"),
         ({"prompt_token_ids": [-1]}, "f:1: prompt_token_ids: Input should be greater than or equal to 0"),
+        ({"prompt": "\udcff\udcfe bad"}, "f:1: prompt: not valid Unicode text"),
+        ({"prompt": "x", "stop": ["a", "\ud800"]}, "f:1: stop: not valid Unicode text"),
+        ({"prompt": "x", "id": "\ud800"}, "f:1: id: not valid Unicode text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "f:1: messages: not valid Unicode text"),
+        (
+            {"prompt": "x", "\ud800": 1},
+            "f:1: not valid Unicode text: a lone surrogate at character 0 in the field name",
+        ),
+        ({"prompt": "x", "logit_bias": {"99999999999": 1}}, "f:1: logit_bias: '99999999999' is no token id"),
+        ({"prompt": "x", "logit_bias": {"2147483648": 1}}, "f:1: logit_bias: '2147483648' is no token id"),
+        ({"prompt": "x", "logit_bias": {"abc": 1}}, "f:1: logit_bias: 'abc' is no token id"),
+        ({"prompt": "x", "logit_bias": {"1": float("nan")}}, "f:1: logit_bias: Input should be a finite number"),
+        ({"prompt": "x", "temperature": float("inf")}, "f:1: temperature: Input should be a finite number"),
+        ({"prompt": "x", "top_p": 1e300}, "f:1: top_p: Input should be less than or equal to"),
+        ({"prompt": "x", "max_tokens": 2**31}, "f:1: max_tokens: Input should be less than or equal to"),
+        ({"prompt_token_ids": [2**31]}, "f:1: prompt_token_ids: Input should be less than or equal to"),
         ({"prompt": "x", "seed": 2**64}, "f:1: seed: Input should be less than or equal to"),
         ({}, "f:1: give exactly one of prompt, prompt_token_ids, messages, not none"),
         ({"prompt": "x", "messages": []}, "f:1: give exactly one of"),
@@ -94,6 +116,69 @@ def test_a_file_is_read_whole_and_all_its_mistakes_are_told(tmp_path: Path) -> N
         read_lines(path, {})
     with pytest.raises(ConfigError, match=r"none\.jsonl: No such file"):
         read_lines(tmp_path / "none.jsonl", {})
+
+
+def test_what_json_allows_and_no_request_can_carry_is_told_by_line_and_field(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    faulty = (
+        r'{"prompt": "\ud800 x"}',
+        '{"prompt": "a", "seed": 1' + "0" * 5000 + "}",
+        '{"prompt": "a", "stop": ' + "[" * 100 + "]" * 100 + "}",
+        "[" * 100_000,
+        '{"prompt": "a", "min_p": NaN}',
+        '{"prompt": "a", "min_p": 1e999}',
+    )
+    path.write_text('{"prompt": "fine"}\n' + "\n".join(faulty))
+    with pytest.raises(ConfigError) as caught:
+        read_lines(path, {})
+    told = [line.split(": ")[:2] for line in str(caught.value).splitlines()]
+    fields = ["prompt", "seed", "stop", "not JSON", "min_p", "min_p"]
+    assert told == [[f"{path}:{number}", field] for number, field in enumerate(fields, start=2)]
+
+
+NUMBERS = st.integers() | st.floats() | st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64 - 1, 2**64, 3.5e38, 10**400])
+TEXTS = st.text(st.characters(codec=None), max_size=3) | st.sampled_from(["7", "007", "2147483647", "2147483648", "-1"])
+VALUES = st.none() | st.booleans() | NUMBERS | TEXTS
+ANYTHING = VALUES | st.lists(VALUES, max_size=2) | st.dictionaries(TEXTS, VALUES, max_size=2)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(RequestLine.model_fields)), ANYTHING, max_size=4), st.booleans())
+def test_whatever_is_accepted_can_be_sent(fields: dict[str, Any], prompt: bool) -> None:
+    if prompt:
+        fields = {**dict.fromkeys(("messages", "prompt_token_ids")), **fields, "prompt": "x"}
+    try:
+        line = from_fields(fields, "f:1")
+    except ConfigError:
+        return
+    line.to_wire().SerializeToString()
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
+    assert [line.prompt for line in read_lines(path, {})] == ["a"]
+
+
+def test_requests_may_come_on_stdin_and_a_second_process_reads_them_again() -> None:
+    code = (
+        "import subprocess, sys; from pathlib import Path; from baton.cluster.requests_input import read_lines\n"
+        "print([line.prompt for line in read_lines(Path('-'), {})], flush=True)\n"
+        "if len(sys.argv) > 1: subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)\n"
+    )
+    command = [sys.executable, "-c", code, code]
+    done = subprocess.run(command, input='{"prompt": "é"}\n', text=True, capture_output=True, timeout=60, check=True)
+    assert done.stdout == "['é']\n" * 2
+    command = [sys.executable, "-m", "baton.cluster.cli", "generate", "--address", "h:1", "--input", "-"]
+    done = subprocess.run(command, input="{", text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "stdin:1: not JSON" in done.stderr
+
+
+async def test_a_request_that_grpc_finds_too_large_is_not_called_retryable() -> None:
+    async with serving(MockRouter(lambda request: [(0.0, finished())])) as address, Client(address) as client:
+        with pytest.raises(InvalidRequest, match=f"larger than {address} takes"):
+            await client.complete(api.GenerateRequest(prompt="x" * (5 << 20)))
 
 
 def lines(count: int) -> list[RequestLine]:
@@ -174,9 +259,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["generate", "--prompt", "x"], "give either --config"),
         (["generate", "--address", "localhost", "--prompt", "x"], "--address: localhost: expected HOST:PORT"),
         (["generate", "--address", "h:1", "--config", "c", "--prompt", "x"], "give either --config"),
+        (["generate", "--address", "h:1", "--prompt", "\udcff bad"], "arguments: prompt: not valid Unicode text"),
+        (["generate", "--address", "h:1", "--prompt", "x", "--seed", str(2**64)], "arguments: seed: "),
         (["generate", "--address", "h:1"], "give either --prompt or --input"),
         (["generate", "--address", "h:1", "--input", "none.jsonl"], "none.jsonl: No such file"),
         (["generate", "--config", "none.yaml", "--prompt", "x"], "none.yaml: no such file"),
+        (["generate", "--address", "h:1", "--prompt", "x", "--set", "a=1"], "--set needs --config"),
+        (["generate", "--address", "h:1", "--prompt", "x", "--print-config"], "--print-config needs --config"),
+        (["generate", "--address", "h:1", "--input", "f", "--chat"], "--chat goes with --prompt"),
+        (["bench", "--address", "h:1", "--set", "a=1"], "--set needs --config"),
+        (["bench", "--address", "h:1", "--print-config"], "--print-config needs --config"),
         (["bench", "--address", "h:1", "--rate", "x"], "--rate: x"),
         (["status", "--address", "nowhere"], "--address: nowhere"),
         (["serve", "none.yaml"], "none.yaml: no such file"),
@@ -198,6 +290,30 @@ def test_nobody_answers_is_exit_1_with_the_address() -> None:
         assert done.returncode == 1
         assert "127.0.0.1:1" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: smollm2-135m-instruct}\n")
+    command = [sys.executable, "-m", "baton.cluster.cli", "serve", str(path), "--print-config"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "baton: cannot write to standard output: No space left on device\n")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == f"baton {metadata.version('baton')}\n"
+
+
+async def test_a_router_is_no_admin_service(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(MockRouter(lambda request: [])) as address:
+        assert await asyncio.to_thread(show_status, address, False) == 1
+    assert f"{address} is not the admin port of a cluster (router.admin)" in capsys.readouterr().err
+
+
+def test_a_field_that_the_message_names_is_not_named_twice() -> None:
+    assert error_text(InvalidRequest("n: too many", field="n")) == "invalid_request: n: too many"
+    assert error_text(InvalidRequest("name it", field="n")) == "invalid_request: n: name it"
 
 
 def test_help_is_fast_to_import_and_has_examples() -> None:

@@ -31,7 +31,16 @@ def test_limits_of_smollm2_on_one_core(tmp_path: Path) -> None:
     model = load_config(resolve("smollm2-135m-instruct"))
     layers = 30 * (576 * 64 * (9 + 3 + 3 + 9) + 3 * 576 * 1536)
     assert found.best_prefill(model, 1) == pytest.approx(215e9 / (2 * layers))
-    assert found.best_decode(model, 2, 2) == pytest.approx(2 * 25e9 / (2 * (layers + 576 * 49152)))
+    assert found.best_decode(model, 1, 2) == pytest.approx(25e9 / (2 * (layers + 576 * 49152)))
+
+
+def test_of_uneven_ranks_the_fullest_sets_the_limit(tmp_path: Path) -> None:
+    found = profile_of(tmp_path, "cpu-2core")
+    assert found is not None
+    model = load_config(resolve("smollm2-135m-instruct"))
+    fullest = 30 * (576 * 64 * (6 + 2 + 2 + 6) + 3 * 576 * 768)  # 2 of 3 KV heads
+    assert found.best_prefill(model, 2) == pytest.approx(215e9 / (2 * fullest))
+    assert found.best_decode(model, 2, 2) == pytest.approx(25e9 / (2 * (fullest + 576 * 49152 / 2)))
 
 
 def test_an_unknown_profile_is_refused_with_the_nearest(tmp_path: Path) -> None:

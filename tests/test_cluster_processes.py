@@ -214,6 +214,7 @@ def test_kill_9_of_warden_or_driver_leaves_nothing(warded: Warded, victim: str) 
 def test_an_interrupt_reaches_the_driver_once_and_nothing_is_left(warded: Warded) -> None:
     warded.process.send_signal(signal.SIGINT)
     warded.check_clean(5)
+    assert warded.process.returncode == 1
 
 
 def test_a_driver_whose_warden_is_gone_before_it_attached_ends_at_once(tmp_path: Path) -> None:

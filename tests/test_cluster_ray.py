@@ -159,7 +159,8 @@ def test_a_taken_port_is_exit_1_and_named(tiny_dir: Path, tmp_path: Path) -> Non
             assert (done.returncode, done.stdout) == (1, "")
             assert f"router.{name}" in done.stderr
             assert address in done.stderr
-            assert "Traceback" not in done.stderr
+            assert f"--set router.{name}=127.0.0.1:0" in done.stderr
+            assert done.stderr.count("\n") == 1
 
 
 def test_serve_status_scale_and_drain_on_real_workers(tiny_dir: Path, tmp_path: Path) -> None:
@@ -177,8 +178,13 @@ def test_serve_status_scale_and_drain_on_real_workers(tiny_dir: Path, tmp_path: 
         assert "decode-0 is drained and stopped" in baton(rig, "drain", "decode-0").stdout
         rig.wait_live()
         table = baton(rig, "status").stdout
-        assert "decode-1" in table
+        decode = rig.workers()["decode-1"]
+        for whole in ("decode-1", decode["address"], decode["incarnation"], f"{decode['pid']} @ {decode['node']}"):
+            assert whole in table
         assert "decode-0" not in table
+        wrong = baton(rig, "generate", "--prompt", "x")
+        assert wrong.returncode == 1
+        assert f"{rig.admin} is not the gRPC port of a router (router.grpc)" in wrong.stderr
         refused = baton(rig, "drain", "decode-1")
         assert (refused.returncode, refused.stdout) == (1, "")
         assert "the only ready decode worker" in refused.stderr

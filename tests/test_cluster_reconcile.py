@@ -93,9 +93,14 @@ def test_no_worker_gets_two_actions_and_none_that_its_state_forbids(
 def test_scaling_takes_the_highest_and_adds_the_lowest_numbers() -> None:
     wanted = frozenset({"prefill-0", "decode-0", "decode-2", "decode-10"})
     assert members("decode", wanted) == ["decode-0", "decode-2", "decode-10"]
-    assert scaled(wanted, "decode", 2) == {"prefill-0", "decode-0", "decode-2"}
-    assert scaled(wanted, "decode", 5) == wanted | {"decode-1", "decode-3"}
-    assert scaled(wanted, "decode", 3) == wanted
+    assert scaled(wanted, wanted, "decode", 2) == {"prefill-0", "decode-0", "decode-2"}
+    assert scaled(wanted, wanted, "decode", 5) == wanted | {"decode-1", "decode-3"}
+    assert scaled(wanted, wanted, "decode", 3) == wanted
+
+
+def test_the_name_of_a_draining_worker_is_not_given_out_again() -> None:
+    wanted = frozenset({"prefill-0", "decode-1"})
+    assert scaled(wanted, {*wanted, "decode-0"}, "decode", 2) == wanted | {"decode-2"}
 
 
 @pytest.mark.parametrize("name", ["", "decode", "decode-x", "router-0", "decode-0 "])

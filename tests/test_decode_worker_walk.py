@@ -55,7 +55,9 @@ class Walk:
         if self.live and self.rng.random() < 0.15:
             victim = self.rng.choice(list(self.live))
             self.cancelled.add(victim[0])
-            self.book.do(self.book.legs.cancel(victim))
+            one_choice = len(self.live[victim].choices) > 1 and self.rng.random() < 0.5
+            legs = self.book.legs
+            self.book.do(legs.end_choices(victim, [victim[2]]) if one_choice else legs.cancel(victim))
 
     def step(self) -> bool:
         """One turn of the worker; whether anything moved."""

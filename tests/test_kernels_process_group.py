@@ -64,6 +64,26 @@ def test_listens_on_the_given_host_only() -> None:
     assert len(groups) == 2
 
 
+def test_strangers_leave_no_descriptor_behind() -> None:
+    process = psutil.Process()
+    known = {c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    stores = _stores(2)
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda r: make_group("gloo", stores[r], r, 2, 5.0, "127.0.0.1"), range(2)))
+    listening = {c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN} - known
+    assert len(listening) == 2
+    before = process.num_fds()
+    for address in listening:
+        for _ in range(5):
+            with pytest.raises(OSError), socket.create_connection((address.ip, address.port), timeout=0.05):
+                pass
+    assert process.num_fds() == before
+    totals = [torch.ones(2), torch.ones(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda r: groups[r].allreduce([totals[r]]).wait(), range(2)))
+    assert [total.tolist() for total in totals] == [[2.0, 2.0]] * 2
+
+
 def test_the_store_lives_as_long_as_its_group() -> None:
     stores = _stores(1)
     group = make_group("gloo", stores[0], 0, 1, 5.0, "127.0.0.1")

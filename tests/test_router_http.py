@@ -220,6 +220,15 @@ async def test_other_errors_have_openais_shape(rig: RouterRig) -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+async def test_what_is_not_served_here_says_what_is(rig: RouterRig) -> None:
+    wrong = await rig.http.get(TEXT)
+    error = wrong.json()["error"]
+    assert (wrong.headers["allow"], error["type"]) == ("POST", "invalid_request_error")
+    assert error["code"] == "method_not_allowed"
+    unknown = (await rig.http.get("/v1/nothing")).json()["error"]
+    assert (unknown["type"], unknown["code"]) == ("not_found_error", "not_found")
+
+
 async def test_models_and_state(rig: RouterRig) -> None:
     (model,) = (await rig.http.get("/v1/models")).json()["data"]
     assert (model["id"], model["owned_by"], model["max_model_len"]) == ("tiny", "baton", CONTEXT)

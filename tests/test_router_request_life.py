@@ -97,12 +97,31 @@ def test_stop_string_on_the_first_token_cancels_both() -> None:
     assert life.handle(m.StopMatched(0)) == [m.LegOver(K1), m.CancelLeg(K1, P), m.CancelLeg(K1, D), m.End(None)]
 
 
-def test_a_choice_stopped_here_is_cancelled_when_the_others_are_done() -> None:
-    life = decoding(n=2)
+def test_a_choice_stopped_here_is_ended_at_decode_and_the_others_go_on() -> None:
+    life = decoding(n=3)
+    assert life.handle(m.StopMatched(0)) == [m.CancelChoices(K1, D, (0,))]
     assert life.handle(m.StopMatched(0)) == []
     assert life.handle(m.Tokens(1, D, [token(0, 1)])) == []
-    last = token(1, 1, "length")
-    assert life.handle(m.Tokens(1, D, [last])) == [m.Emit([last]), m.LegOver(K1), m.CancelLeg(K1, D), m.End(None)]
+    assert life.handle(m.Preempted(K1, D, 0)) == []
+    last = [token(1, 1, "length"), token(2, 1, "stop")]
+    assert life.handle(m.StopMatched(1)) == [m.CancelChoices(K1, D, (1,))]
+    assert life.handle(m.Tokens(1, D, last)) == [m.Emit(last[1:]), m.LegOver(K1), m.CancelLeg(K1, D), m.End(None)]
+
+
+def test_a_choice_that_a_worker_ended_is_not_ended_again() -> None:
+    life = decoding(n=2)
+    last = token(0, 1, "stop")
+    assert life.handle(m.Tokens(1, D, [last])) == [m.Emit([last])]
+    assert life.handle(m.StopMatched(0)) == []
+
+
+def test_a_choice_stopped_before_the_commit_is_ended_with_it() -> None:
+    life = prefilling(n=3)
+    life.handle(m.FirstTokens(K1, P, [token(choice, 0) for choice in range(3)]))
+    assert life.handle(m.StopMatched(2)) == []
+    assert life.handle(m.StopMatched(0)) == []
+    assert life.handle(m.Committed(K1, D)) == [m.ReleaseLeg(K1, P), m.CancelChoices(K1, D, (0, 2))]
+    assert life.handle(m.Committed(K1, D)) == []
 
 
 def test_refused_by_decode_tries_another_then_gives_the_reason() -> None:
@@ -309,6 +328,9 @@ class World:
             case m.CancelLeg(leg, peer):
                 self.at_prefill.discard((leg, peer))
                 self.at_decode.discard((leg, peer))
+            case m.CancelChoices(leg, peer, choices):
+                assert (leg, peer) in self.at_decode
+                assert all(self.life.ledgers[choice].stopped_here for choice in choices)
             case m.ReleaseLeg(leg, peer):
                 self.at_prefill.discard((leg, peer))
             case m.Emit(tokens):

@@ -89,6 +89,7 @@ class FakeWorker(WorkerServicer):
         self.on_decode: Callable[[pb.Leg], Awaitable[None]] = self.decode
         self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self.ended: dict[Key, set[int]] = {}  # choices that the router ended, by leg
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -146,6 +147,9 @@ class FakeWorker(WorkerServicer):
         body = getattr(command, kind or "")
         key = key_of(body.leg)
         self.commands.append((kind or "", key))
+        if kind == "cancel" and body.choices:
+            self.ended.setdefault(key, set()).update(body.choices)
+            return
         if kind in ("cancel", "release"):
             self.held.pop(key, None)
             if kind == "cancel" and key in self._tasks:
@@ -228,7 +232,8 @@ class FakeWorker(WorkerServicer):
         while alive:
             tokens = [self.token(leg, choice, index) for choice in alive]
             self.step(leg, tokens)
-            alive = [token.choice for token in tokens if not token.finish_reason]
+            ended = self.ended.get(key_of(leg), set())
+            alive = [token.choice for token in tokens if not token.finish_reason and token.choice not in ended]
             index += 1
             await asyncio.sleep(self.step_s)
         self.held.pop(key_of(leg), None)

@@ -1,0 +1,51 @@
+"""A choice that a stop string ended leaves the decode worker's batch while its siblings go on: ST-08."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from baton.tests.harness.gates import Gates
+from baton.tests.harness.rig import Rig, merged, running, tiny_config
+from baton.tests.harness.tiny_model import chain, write_scripted_model
+
+CYCLE = chain(*b"?ACA") | chain(*b"BA")
+BIAS = {ord("B"): 5.0}  # some 4 below the cycle's next token: B comes once in about 50 tokens
+TOKENS = 90
+
+
+def running_sequences(rig: Rig) -> float:
+    return sum(rig.metrics()["baton_decode_running_requests"].values())
+
+
+def two_choices_that_say_b_far_apart(rig: Rig) -> tuple[dict[str, Any], list[str]]:
+    """The request, and what its choices say up to their first B."""
+    for seed in range(50):
+        request: dict[str, Any] = {"prompt": "?", "n": 2, "seed": seed, "max_tokens": TOKENS, "ignore_eos": True}
+        request |= {"temperature": 1.0, "logit_bias": BIAS}
+        texts = [choice.text.partition("B")[0] for choice in rig.client.generate(**request).choices]
+        if abs(len(texts[0]) - len(texts[1])) >= 30:
+            return request, texts
+    raise AssertionError("no seed keeps the choices apart")
+
+
+def test_st_08_a_stopped_choice_leaves_the_batch_at_once(tmp_path: Path) -> None:
+    model = write_scripted_model(tmp_path / "scripted", CYCLE)
+    config = tiny_config(model)
+    memory = 2 * config["pools"]["decode"]["memory"]
+    gates = Gates(tmp_path / "gates", {"decode.step": "sleep(0.03)"})
+    with running(tmp_path / "rig", merged(config, {"pools.decode.memory": memory}), gates) as rig:
+        request, texts = two_choices_that_say_b_far_apart(rig)
+        stream = rig.client.stream(**request, stop=["B"])
+        first = texts.index(min(texts, key=len))
+        for answer in stream:
+            if answer.choices[first].reason:
+                break
+        deadline = time.monotonic() + 5
+        while (left := running_sequences(rig)) == 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert left == 1
+        answer = stream.rest()
+        assert [choice.text for choice in answer.choices] == texts
+        assert answer.choices[first].matched_stop == "B"
