@@ -31,7 +31,7 @@ class ModelSection(Section):
     name: Text | None = None  # what clients call it; None: from the path
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     quantization: Literal["none"] = "none"
-    max_model_len: Count | None = None  # tokens; None: what the model was trained for
+    max_model_len: Annotated[int, Field(ge=8)] | None = None  # tokens; None: what the model was trained for
 
 
 class ClusterSection(Section):
@@ -55,7 +55,9 @@ class PoolSection(Section):
     replicas: Count = 1
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     device: Literal["cpu", "cuda"] = "cpu"
-    threads: Count | Literal["auto"] = "auto"  # of torch, per rank; auto: cores available / ranks on this machine
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = (
+        "auto"  # of torch, per rank; auto: cores available / ranks on this machine
+    )
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None  # tokens; None: kv.block_size
     memory: Bytes | None = None  # of the KV pool, per rank; None: kv.memory
 

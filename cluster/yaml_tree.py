@@ -113,6 +113,8 @@ def read(path: Path) -> Tree:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8 text") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
 
 
 def override(tree: Tree, settings: list[str]) -> None:

@@ -52,12 +52,13 @@ async def serve_worker(
     )
     server = grpc.aio.server(options=SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
-    bound = server.add_insecure_port(f"{host}:{port}")
+    place = f"[{host}]" if ":" in host else host
+    bound = server.add_insecure_port(f"{place}:{port}")
     loop = WorkerLoop(engine, inbox, asyncio.get_running_loop(), service.deliver)
     await server.start()
     loop.start()
     try:
-        report("ready", {"address": f"{host}:{bound}", "pid": os.getpid()})
+        report("ready", {"address": f"{place}:{bound}", "pid": os.getpid()})
         while not stop.is_set() and not loop.ended.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):

@@ -16,6 +16,7 @@ from .requests import ClientRequest, Prepared
 
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01  # a smaller divisor takes logits out of range
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_SEED = (1 << 64) - 1
@@ -186,7 +187,7 @@ def prepare(
         top_p=_number("top_p", request.top_p, 1.0, 0.0, 1.0, open_low=True),
         min_p=_number("min_p", request.min_p, 0.0, 0.0, 1.0),
         repetition_penalty=_number(
-            "repetition_penalty", request.repetition_penalty, 1.0, 0.0, MAX_REPETITION_PENALTY, open_low=True
+            "repetition_penalty", request.repetition_penalty, 1.0, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         ),
         presence_penalty=_number("presence_penalty", request.presence_penalty, 0.0, -MAX_PENALTY, MAX_PENALTY),
         frequency_penalty=_number("frequency_penalty", request.frequency_penalty, 0.0, -MAX_PENALTY, MAX_PENALTY),
