@@ -55,7 +55,7 @@ HUGE = (0, -1, 2**31, 2**63, float("nan"), float("inf"), 1e30)
         *[("temperature", value) for value in (-0.1, 2.1, *HUGE[4:])],
         *[("top_p", value) for value in (0.0, -1.0, 1.1, *HUGE[4:])],
         *[("min_p", value) for value in (-0.1, 1.1, *HUGE[4:])],
-        *[("repetition_penalty", value) for value in (0.0, -1.0, 11.0, *HUGE[4:])],
+        *[("repetition_penalty", value) for value in (0.0, 1e-45, -1.0, 11.0, *HUGE[4:])],
         *[("presence_penalty", value) for value in (-2.1, 2.1, *HUGE[4:])],
         *[("frequency_penalty", value) for value in (-2.1, 2.1, *HUGE[4:])],
         *[("top_k", value) for value in (-2, 2**31, 2**63)],
