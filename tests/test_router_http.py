@@ -119,6 +119,15 @@ async def test_prompts_and_choices_are_numbered(rig: RouterRig) -> None:
     assert (await post(rig, TEXT, prompt=[1, 2, 3]))["usage"]["prompt_tokens"] == 3
 
 
+@pytest.mark.parametrize("more", [{}, {"logprobs": 5}, {"logprobs": 1, "stream": True}])
+async def test_st_06_echo_is_not_offered_and_refused_by_name(rig: RouterRig, more: dict[str, Any]) -> None:
+    """Prompt log probabilities do not exist yet; until they do, asking for them never yields shifted ones."""
+    response = await rig.http.post(TEXT, json={"prompt": "x", "echo": True, **more})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "echo"
+    assert rig.cluster["prefill-0"].commands == []
+
+
 async def test_st_05_logprobs(rig: RouterRig) -> None:
     for k in (0, 1, 5, 20):
         answer = await post(rig, TEXT, prompt="x", logprobs=k)
