@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..proto.errors import BatonError, Cancelled, InternalError, InvalidRequest
+from ..proto.errors import BatonError, Cancelled, DeadlineExceeded, InternalError, InvalidRequest
 from ..text import strict_json
 from .bounds import check_body
 from .errors import AddressTaken, BodyTooLarge, NoSuchPath, WrongMethod
@@ -25,6 +26,7 @@ from .http_generation import Generation, error_response
 from .openai_answer import ChatFormat, CompletionFormat, Wanted
 from .openai_schema import ChatRequest, CompletionRequest, parse
 
+_BODY_S = 30.0  # for a whole body to arrive
 _STOP_S = 2  # for responses that are being written when the server stops
 
 
@@ -206,12 +208,15 @@ class _Routes:
         limit = self._door.params.limits.body_bytes
         body = bytearray()
         try:
-            async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    error = BodyTooLarge(f"the body has more than {limit} bytes")
-                    self._door.refused(error)
-                    raise error
+            async with asyncio.timeout(_BODY_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        error = BodyTooLarge(f"the body has more than {limit} bytes")
+                        self._door.refused(error)
+                        raise error
+        except TimeoutError:
+            raise DeadlineExceeded(f"the body did not arrive within {_BODY_S:g} s") from None
         except ClientDisconnect:
             raise Cancelled("the client left while it sent the body") from None
         return bytes(body)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from tests.harness.router_rig import router_rig
+from baton.tests.harness.router_rig import router_rig
 
 
 @pytest.mark.parametrize("at", [0, 3])  # on the token that prefill sampled, and on one of decode's

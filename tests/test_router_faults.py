@@ -14,8 +14,7 @@ import pytest
 import pytest_asyncio
 from baton.proto import baton_pb2 as api
 from baton.proto import worker_pb2 as pb
-
-from tests.harness.router_rig import EOS_ID, Collected, FakeWorker, RouterRig, key_of, ref_of, router_rig, say
+from baton.tests.harness.router_rig import EOS_ID, Collected, FakeWorker, RouterRig, key_of, ref_of, router_rig, say
 
 LONG = "abcdefghijklmnopqrstuvwxyz"
 

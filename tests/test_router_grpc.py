@@ -12,10 +12,9 @@ import pytest
 import pytest_asyncio
 from baton.proto import baton_pb2 as api
 from baton.router.errors import AddressTaken
+from baton.tests.harness.router_rig import CONTEXT, EOS_ID, RouterRig, router_rig, say
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-
-from tests.harness.router_rig import CONTEXT, EOS_ID, RouterRig, router_rig, say
 
 
 @pytest_asyncio.fixture

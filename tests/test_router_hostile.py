@@ -11,8 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from baton.proto import baton_pb2 as api
-
-from tests.harness.router_rig import RouterRig, router_rig
+from baton.tests.harness.router_rig import RouterRig, router_rig
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HUGE = ("2147483648", "9223372036854775808", "1" + "0" * 25, "-1" + "0" * 25, "1" + "0" * 400, "1" + "0" * 5000)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-
-from tests.harness.router_rig import CONTEXT, EOS_ID, RouterRig, router_rig, say
+from baton.tests.harness.router_rig import CONTEXT, EOS_ID, RouterRig, router_rig, say
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -306,3 +305,22 @@ async def test_api_04_a_huge_prompt_delays_nobody(rig: RouterRig) -> None:
     assert "tokens; the context of" in under.json()["error"]["message"]
     assert "bytes of text" in over.json()["error"]["message"]
     assert max(gaps) < 0.25
+
+
+async def test_a_body_that_never_comes_whole_is_ended(
+    rig: RouterRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("baton.router.http_frontend._BODY_S", 0.3)
+    host, port = rig.addresses["http"].split(":")
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head)
+    assert b"504" in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    _, leaver = await asyncio.open_connection(host, int(port))
+    leaver.write(head)
+    await leaver.drain()
+    leaver.close()
+    await asyncio.sleep(0.5)
+    assert "Traceback" not in caplog.text
+    await post(rig, TEXT, prompt="x")

@@ -11,8 +11,7 @@ from pathlib import Path
 import grpc
 import pytest_asyncio
 from baton.proto import baton_pb2 as api
-
-from tests.harness.router_rig import RouterRig, router_rig, say
+from baton.tests.harness.router_rig import RouterRig, router_rig, say
 
 NAMES = [
     "baton_requests_accepted_total",

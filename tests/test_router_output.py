@@ -13,10 +13,9 @@ from baton.router.mailbox import Mailbox
 from baton.router.output import RequestOutput
 from baton.router.requests import ChoiceEnd, Chunk, ClientRequest, Output
 from baton.router.validate import ModelFacts, prepare
+from baton.tests.harness.router_rig import CONTEXT, EOS_ID, LIMITS, VOCAB, write_model
 from baton.text.source import resolve
 from baton.text.tokenizer import Tokenizer
-
-from tests.harness.router_rig import CONTEXT, EOS_ID, LIMITS, VOCAB, write_model
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import pytest
 from baton.proto.errors import InvalidRequest
 from baton.router.requests import ClientRequest, Prepared
 from baton.router.validate import ModelFacts, check_size, prepare
-
-from tests.harness.router_rig import CONTEXT, LIMITS, VOCAB
+from baton.tests.harness.router_rig import CONTEXT, LIMITS, VOCAB
 
 FACTS = ModelFacts(CONTEXT, VOCAB)
 

@@ -26,8 +26,7 @@ from baton.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_se
 from baton.router import main
 from baton.router.channels import server_options
 from baton.router.params import RequestLimits, RouterParams
-
-from tests.harness.tiny_model import EOS, special_id, write_tokenizer
+from baton.tests.harness.tiny_model import EOS, special_id, write_tokenizer
 
 EOS_ID = special_id(EOS)
 CONTEXT = 256
