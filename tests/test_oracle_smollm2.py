@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m-instruct"
 PROMPTS = twenty_prompts()
 
-# Between them the rows cover every pair of: topology, block sizes, chunk, carrier.
+# Each topology with both carriers and both chunks; chunk with carrier; the unequal block sizes both ways.
 FLOAT32_ROWS: dict[str, dict[str, Any]] = {
     "1p1d-block16-chunk512-inline": {"kv.transport": "inline"},
     "2p2d-block8to32-chunk64-gloo": {
@@ -35,6 +35,18 @@ FLOAT32_ROWS: dict[str, dict[str, Any]] = {
         "pools.decode.block_size": 32,
         "pools.prefill.max_batch_tokens": 64,
         "kv.transport": "gloo",
+    },
+    "1p1d-block32to8-chunk64-gloo": {
+        "pools.prefill.block_size": 32,
+        "pools.decode.block_size": 8,
+        "pools.prefill.max_batch_tokens": 64,
+        "kv.transport": "gloo",
+    },
+    "2p2d-block16to32-chunk512-inline": {
+        "pools.prefill.replicas": 2,
+        "pools.decode.replicas": 2,
+        "pools.decode.block_size": 32,
+        "kv.transport": "inline",
     },
     "tp1to2-block16to8-chunk512-gloo": {
         "pools.decode.tensor_parallel": 2,
