@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 from baton.tests.harness.tiny_model import write_tiny_model
 from baton.text.source import ModelSource, resolve
 from baton.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_are_heard() -> None:
+    """Whoever runs the tests may ignore some (nohup, a shell's background jobs), and children would inherit that."""
+    for kind, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(kind) is signal.SIG_IGN:
+            signal.signal(kind, default)
 
 
 @pytest.fixture(scope="session")
