@@ -44,7 +44,6 @@ _NCCL_CHANNELS = 4  # each channel costs GPU memory and SMs; the link is the bot
 _NEVER_S = 86_400.0
 _SO_ATTACH_FILTER = 26  # Linux; the socket module has no name for it
 _BPF_RETURN = 6
-_CREATING_DEVICE = threading.Lock()  # so that a new listener is known to be this group's
 
 
 class ReplicatedStore(Store):
@@ -58,8 +57,15 @@ class ReplicatedStore(Store):
         self._publish = publish
         self._limit_s = timeout_s
         self._values: dict[str, bytes] = {}
+        self._published = bytearray()
         self._failure = ""
         self._changed = threading.Condition()
+
+    @property
+    def published(self) -> bytes:
+        """All values that were set here, one after the other."""
+        with self._changed:
+            return bytes(self._published)
 
     def deliver(self, key: str, value: bytes) -> None:
         """A pair published by another participant. Thread-safe, never blocks."""
@@ -76,6 +82,8 @@ class ReplicatedStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Keep and publish a pair."""
         data = value.encode() if isinstance(value, str) else bytes(value)
+        with self._changed:
+            self._published += data
         self.deliver(key, data)
         self._publish(key, data)
 
@@ -152,30 +160,49 @@ def interface_of(host: str) -> str:
     raise ValueError(f"{host} ({address}) is not an address of this machine")
 
 
-def _listening() -> set[int]:
-    """Descriptors of this process's listening sockets."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and _is_listening(int(name)):
-                found.add(int(name))
-    return found
-
-
-def _is_listening(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _refuse_connections(descriptor: int) -> None:
+def _refuse_connections(published: bytes) -> None:
     """Lets nobody connect any more: all pairs of the group are connected, and gloo keeps every stranger's socket.
 
-    The listener itself is gloo's and must stay: it gets a packet filter that drops everything.
+    The listener itself is gloo's and must stay: it gets a packet filter that drops everything. It is the listening
+    socket whose address the group has `published` for its peers; other threads open and close sockets meanwhile, so
+    no descriptor is believed to be what it was a moment ago.
     """
-    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
-    program = struct.pack("HL", 1, ctypes.addressof(drop_all))
-    with socket.socket(fileno=os.dup(descriptor)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    for name in os.listdir("/proc/self/fd"):
+        if (held := _held(int(name))) is not None:
+            with held:
+                if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and _raw_address(held) in published:
+                    _drop_all(held)
+
+
+def _held(descriptor: int) -> socket.socket | None:
+    """A handle of our own on an internet socket; None for anything else, and when it was closed meanwhile."""
+    try:
+        own = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        held = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        return None
+    if held.family in (socket.AF_INET, socket.AF_INET6):
+        return held
+    held.close()
+    return None
+
+
+def _raw_address(listener: socket.socket) -> bytes:
+    """The beginning of its `sockaddr_in` or `sockaddr_in6`, as the kernel and gloo write it."""
+    host, port = listener.getsockname()[:2]
+    family = struct.pack("=HH", listener.family, socket.htons(port))
+    if listener.family == socket.AF_INET6:
+        return family + bytes(4) + socket.inet_pton(socket.AF_INET6, host)
+    return family + socket.inet_aton(host)
+
+
+def _drop_all(held: socket.socket) -> None:
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    held.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(instruction)))
 
 
 class Group(Protocol):
@@ -208,10 +235,7 @@ def make_group(backend: str, store: ReplicatedStore, rank: int, size: int, timeo
         kind: Any = dist.ProcessGroupGloo
         options = kind._Options()
         # Eager connection: lazily connected groups ignored the limit in some builds, and read the store at any time.
-        with _CREATING_DEVICE:
-            before = _listening()
-            options._devices = [kind.create_device(hostname=host, lazy_init=False)]
-            listeners = _listening() - before
+        options._devices = [kind.create_device(hostname=host, lazy_init=False)]
     elif backend == "nccl":
         if not dist.is_nccl_available() or not torch.cuda.is_available():
             raise ValueError("this torch has no NCCL, or there is no CUDA device")
@@ -224,8 +248,7 @@ def make_group(backend: str, store: ReplicatedStore, rank: int, size: int, timeo
     options._timeout = limit
     group: Group = kind(store, rank, size, options)
     if backend == "gloo":
-        for descriptor in listeners:
-            _refuse_connections(descriptor)
+        _refuse_connections(store.published)
     # C++ keeps only its half of the store alive: tie the Python half to the group's life.
     weakref.finalize(group, store.fail, "its group is gone")
     return group

@@ -84,6 +84,37 @@ def test_strangers_leave_no_descriptor_behind() -> None:
     assert [total.tolist() for total in totals] == [[2.0, 2.0]] * 2
 
 
+def test_other_threads_connections_are_left_alone() -> None:
+    """Groups are built while other threads open and close listeners: nobody else's packets are dropped."""
+    stop = threading.Event()
+
+    def converse() -> int:
+        count = 0
+        while not stop.is_set():
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                with socket.create_connection(listener.getsockname()[:2], timeout=2) as one:
+                    other, _ = listener.accept()
+                    with other:
+                        other.settimeout(2)
+                        one.sendall(b"x")
+                        assert other.recv(1) == b"x"
+            count += 1
+        return count
+
+    def build(_: int) -> None:
+        stores = _stores(2)
+        with ThreadPoolExecutor(2) as pair:
+            list(pair.map(lambda r: make_group("gloo", stores[r], r, 2, 5.0, "127.0.0.1").abort(), range(2)))
+
+    with ThreadPoolExecutor(4) as pool:
+        talks = [pool.submit(converse) for _ in range(2)]
+        try:
+            list(ThreadPoolExecutor(2).map(build, range(40)))
+        finally:
+            stop.set()
+        assert all(talk.result() > 0 for talk in talks)
+
+
 def test_the_store_lives_as_long_as_its_group() -> None:
     stores = _stores(1)
     group = make_group("gloo", stores[0], 0, 1, 5.0, "127.0.0.1")

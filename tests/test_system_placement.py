@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from baton.tests.harness.gates import Gates
 from baton.tests.harness.oracles import beating, total
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
 
@@ -28,19 +29,21 @@ def ids(length: int, start: int) -> list[int]:
 @pytest.fixture(scope="module", params=["round_robin", "least_loaded"])
 def cluster(
     request: pytest.FixtureRequest, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Rig]]:
+) -> Iterator[tuple[str, Rig, Gates]]:
     changes = {
         "pools.prefill.replicas": 2,
         "pools.decode.replicas": 2,
         "pools.decode.memory": 128 * 2048,  # blocks x bytes: all streams of a test fit at the same time
         "router.placement": {"prefill": request.param, "decode": request.param},
     }
-    with running(tmp_path_factory.mktemp("placement"), merged(tiny_config(tiny_dir), changes)) as rig:
-        yield request.param, rig
+    folder = tmp_path_factory.mktemp("placement")
+    gates = Gates(folder / "gates", {"prefill.chunk": "gate"})
+    with running(folder, merged(tiny_config(tiny_dir), changes), gates) as rig:
+        yield request.param, rig, gates
 
 
 @pytest.fixture
-def rig(cluster: tuple[str, Rig]) -> Iterator[Rig]:
+def rig(cluster: tuple[str, Rig, Gates]) -> Iterator[Rig]:
     yield cluster[1]
     cluster[1].quiesce()
 
@@ -72,8 +75,8 @@ def _probes(rig: Rig) -> Iterator[None]:
         thread.join()
 
 
-def test_sp_07_probes_do_not_move_traffic(cluster: tuple[str, Rig], rig: Rig) -> None:
-    policy, _ = cluster
+def test_sp_07_probes_do_not_move_traffic(cluster: tuple[str, Rig, Gates], rig: Rig) -> None:
+    policy, _, _ = cluster
     before = total(rig.metrics(), "baton_time_to_first_token_seconds_count")
     quiet = _places(rig, 20)
     with _probes(rig):
@@ -87,8 +90,9 @@ def test_sp_07_probes_do_not_move_traffic(cluster: tuple[str, Rig], rig: Rig) ->
             assert min(Counter(prefill for prefill, _ in places).values()) >= 3
 
 
-def test_sp_06_counts_follow_the_streams(rig: Rig) -> None:
+def test_sp_06_counts_follow_the_streams(cluster: tuple[str, Rig, Gates], rig: Rig) -> None:
     """Eight long streams are spread evenly; gauges are never negative and say what runs until the last has ended."""
+    gates = cluster[2]
 
     def one(i: int) -> str:
         return rig.client.generate(token_ids=ids(16, i), **LONG).timing.decode_worker
@@ -105,10 +109,17 @@ def test_sp_06_counts_follow_the_streams(rig: Rig) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    gates.close("prefill.chunk")  # nobody ends before all have been placed
     try:
         with ThreadPoolExecutor(8) as pool:
-            workers = list(pool.map(one, range(8)))
+            streams = [pool.submit(one, i) for i in range(8)]
+            deadline = time.monotonic() + 20
+            while sum(rig.metrics()["baton_router_inflight_requests"].values()) < 8:
+                assert time.monotonic() < deadline
+            gates.release("prefill.chunk")
+            workers = [stream.result() for stream in streams]
     finally:
+        gates.release_all()
         stop.set()
         watcher.join()
     assert min(seen) >= 0
