@@ -21,7 +21,6 @@ exactly the sender's size (a longer message aborts the process); move bytes (uin
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import ipaddress

@@ -91,13 +91,14 @@ def test_other_threads_connections_are_left_alone() -> None:
     def converse() -> int:
         count = 0
         while not stop.is_set():
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                with socket.create_connection(listener.getsockname()[:2], timeout=2) as one:
-                    other, _ = listener.accept()
-                    with other:
-                        other.settimeout(2)
-                        one.sendall(b"x")
-                        assert other.recv(1) == b"x"
+            with (
+                socket.create_server(("127.0.0.1", 0)) as listener,
+                socket.create_connection(listener.getsockname()[:2], timeout=2) as one,
+                listener.accept()[0] as other,
+            ):
+                other.settimeout(2)
+                one.sendall(b"x")
+                assert other.recv(1) == b"x"
             count += 1
         return count
 
