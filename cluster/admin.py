@@ -1,10 +1,14 @@
-"""`baton status`, `drain`, `scale` and `role`: short calls to the admin service of a running cluster."""
+"""`baton status`, `drain`, `scale` and `role`: short calls to the admin service of a running cluster; the story of one
+request comes from its router, whose address the admin service knows."""
 
 from __future__ import annotations
 
 import json
 import sys
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import urlopen
 
 import grpc
 from rich.console import Console
@@ -54,6 +58,29 @@ def show_status(address: str, as_json: bool) -> int:
         return 0
     with results() as file:
         print_status(answer, Console(file=file, highlight=False, soft_wrap=True))
+    return 0
+
+
+def show_story(address: str, request_id: str, as_json: bool) -> int:
+    """What happened to one request, as its router tells it. Returns the exit code."""
+    answer = _call(address, "Status", pb.StatusRequest(), _QUICK_S)
+    if answer is None:
+        return 1
+    router = next((endpoint.address for endpoint in answer.endpoints if endpoint.name == "http"), "")
+    host, _, port = router.rpartition(":")
+    host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    url = f"http://{host}:{port}/debug/requests/{quote(request_id, safe='')}"
+    try:
+        with urlopen(url, timeout=_QUICK_S) as response:
+            story = json.load(response)
+    except HTTPError as error:
+        known = "the router knows of no such request; it tells only who asks on its own host, and forgets old ones"
+        print(f"baton: {request_id}: {known if error.code == 404 else error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"baton: no router answers at {router}: {error}", file=sys.stderr)
+        return 1
+    say(json.dumps(story) if as_json else "\n".join([story["id"], *story["story"]]))
     return 0
 
 

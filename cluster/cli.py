@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..proto import failpoints
 from ..proto.errors import BatonError, ConfigError
 from .early import prepare
 from .failures import CommandFailed
@@ -84,6 +85,7 @@ def common(
     ] = False,
 ) -> None:
     """Serve one language model from a prefill pool and a decode pool."""
+    failpoints.identify("baton")  # a mistake in BATON_FAILPOINTS is found before anything starts
 
 
 @app.command(epilog="Example: baton serve configs/local.yaml --set model.dtype=float32")
@@ -218,11 +220,17 @@ def bench(
 
 
 @app.command(epilog="Example: baton status --address 127.0.0.1:50052")
-def status(address: AdminOption = DEFAULT_ADMIN, json_: JsonOption = False) -> None:
-    """Show the workers of a running cluster."""
-    from .admin import show_status
+def status(
+    address: AdminOption = DEFAULT_ADMIN,
+    request: Annotated[
+        str, typer.Option("--request", metavar="ID", help="what happened to this request (x-request-id) instead")
+    ] = "",
+    json_: JsonOption = False,
+) -> None:
+    """Show the workers of a running cluster, or the story of one request."""
+    from .admin import show_status, show_story
 
-    raise typer.Exit(show_status(address, json_))
+    raise typer.Exit(show_story(address, request, json_) if request else show_status(address, json_))
 
 
 @app.command(epilog="Example: baton drain decode-1")

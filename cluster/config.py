@@ -16,6 +16,7 @@ from .units import Address, Bytes, Duration, Rate
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 PlacementName = Literal["round_robin", "least_loaded"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):
@@ -60,6 +61,7 @@ class PoolSection(Section):
     )
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None  # tokens; None: kv.block_size
     memory: Bytes | None = None  # of the KV pool, per rank; None: kv.memory
+    kv_dtype: KVDtype | None = None  # of the KV pool; None: kv.dtype
 
 
 class PrefillPool(PoolSection):
@@ -92,16 +94,33 @@ class EngineSection(Section):
     rank_timeout: Duration = 10.0  # of one exchange among the ranks of a worker
 
 
+class TLSSection(Section):
+    """PEM files with which both ends of every KV link prove themselves; relative to the configuration's folder."""
+
+    certificate: Text
+    key: Text
+    ca: Text  # whom the peer's certificate must come from
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """By key."""
+        return {"certificate": self.certificate, "key": self.key, "ca": self.ca}
+
+
 class KVSection(Section):
     """The KV pools and the way from one to the other."""
 
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16  # tokens
     memory: Bytes = 2**30  # of the KV pool, per rank
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: model.dtype
-    transport: Literal["auto", "inline", "gloo", "nccl"] = "auto"
-    wire: Literal["raw"] = "raw"
+    dtype: KVDtype = "auto"  # of the pools; auto: model.dtype
+    transport: Literal["auto", "inline", "shm", "gloo", "nccl", "cuda_ipc"] = "auto"  # auto: by where the pools are
+    tls: TLSSection | None = None  # None: links are plain TCP
+    max_links: Count = 64  # open at the same time, per prefill rank
+    wire: Literal["raw", "fp8", "int8"] = "raw"  # how KV travels: as it is, or one byte per value and a scale per row
     checksum: bool = True
     parking: Literal[0] = 0
+    fetch_min_tokens: Annotated[int, Field(ge=0)] = 256  # a prefill worker takes over a decode worker's prefix of more
+    # than its own by so many tokens instead of computing it; 0: never
     frame_size: Bytes = 2 * 2**20  # payload of one frame, about
     outstanding_frames: Annotated[int, Field(ge=1, le=16)] = 2  # per link
 
@@ -148,7 +167,9 @@ class ClocksSection(Section):
     link_connect: Duration = 2.0
     frame: Duration = 5.0
     reserve: Duration = 120.0  # a request waits so long for blocks of a decode worker before another is tried
-    commit: Duration = 30.0  # from a reservation to its KV, or from one sign of progress to the next
+    commit: Duration = 30.0  # from a reservation to its KV, or from one sign of progress to the next; blocks whose KV
+    # did not reach another worker are kept so long
+    fetch: Duration = 5.0  # a prefix that a decode worker did not send within this is computed
     link_idle: Duration = 60.0  # an unused link is closed
     request: Duration = 600.0
 

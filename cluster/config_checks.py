@@ -4,6 +4,7 @@ whole Config, before anything is loaded."""
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 from .config import Config
 from .units import show_bytes, show_duration, split_address
@@ -53,10 +54,19 @@ def _launcher(config: Config) -> dict[str, str]:
 
 def _transport(config: Config) -> dict[str, str]:
     devices = {config.pools.prefill.device, config.pools.decode.device}
-    if config.kv.transport == "nccl" and devices != {"cuda"}:
-        return {"kv.transport": "is nccl, which moves KV between GPUs, but a pool has device cpu; use auto"}
-    if config.kv.dtype not in ("auto", config.model.dtype):
-        return {"kv.dtype": f"is {config.kv.dtype}, but must be model.dtype ({config.model.dtype}) or auto"}
+    transport, tls = config.kv.transport, config.kv.tls
+    if transport in ("nccl", "cuda_ipc") and devices != {"cuda"}:
+        return {"kv.transport": f"is {transport}, which moves KV between GPUs, but a pool has device cpu; use auto"}
+    if tls is not None and transport not in ("auto", "inline"):
+        return {"kv.transport": f"is {transport}, which does not encrypt, but kv.tls is set; use auto or inline"}
+    if config.kv.max_links < config.pools.decode.tensor_parallel:
+        return {
+            "kv.max_links": f"is {config.kv.max_links}, but one request may need a link to each of "
+            f"{config.pools.decode.tensor_parallel} decode ranks"
+        }
+    for key, path in ({} if tls is None else tls.paths).items():
+        if not (config.folder / Path(path).expanduser()).is_file():
+            return {f"kv.tls.{key}": f"is {path}, which is not a file"}
     return {}
 
 

@@ -72,7 +72,10 @@ def _near_file(place: Path) -> str:
 
 
 def _section(annotation: object) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    """The section that a field is, or may be."""
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    found = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
+    return found[0] if found else None
 
 
 def sections(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

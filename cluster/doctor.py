@@ -171,6 +171,11 @@ def threads(config: Config) -> Iterator[Finding]:
 
 
 def _transport(config: Config) -> Iterator[Finding]:
+    if config.kv.tls is not None:
+        from ..kv_transfer.tls import client_context
+
+        client_context(spec.transfer_params(config).tls)
+        yield Finding("ok", "transport", "the certificate, key and ca of kv.tls can be used")
     devices = {spec.pool(config, role).device for role in POOLS}
     if "cuda" in devices:
         import torch

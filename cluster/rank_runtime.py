@@ -7,6 +7,7 @@ import socket
 import threading
 from typing import Any
 
+from ..proto import failpoints
 from ..proto.errors import ConfigError
 from .child import Report
 from .early import quiet_grpc
@@ -16,6 +17,7 @@ from .spec import WorkerSpec, localised
 def run_rank(spec: WorkerSpec, node_address: str, report: Report, stop: threading.Event) -> None:
     """Run the leader or a follower until `stop` is set. Raises whatever ends it, ConfigError included."""
     params = spec.params
+    failpoints.identify(spec.worker_id if spec.rank == 0 else f"{spec.worker_id}.{spec.rank}")
     quiet_grpc()  # a node of a running Ray cluster does not have our environment
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(params.engine.threads)  # before torch is imported

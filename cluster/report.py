@@ -70,10 +70,11 @@ def _one(done: Completion, timing: api.Timing, members: Sequence[Member]) -> Tab
     moved = f"{human_bytes(timing.kv_bytes)} of KV in {timing.kv_frames} frames"
     hidden = f"{_milliseconds(timing.transfer_exposed_s)} not hidden behind prefill"
     if timing.decode_worker:
+        pace = f"{rate:.1f}/s after the first; {_milliseconds(timing.first_gap_s)} from token 1 to 2"
         route = f"{timing.prefill_worker} -> {timing.decode_worker}"
         rows += [
             ("transfer", route, "-", timing.transfer_s, f"{moved}; {hidden}"),
-            ("decode", *decode, timing.decode_s, f"{usage.completion_tokens} tokens, {rate:.1f}/s after the first"),
+            ("decode", *decode, timing.decode_s, f"{usage.completion_tokens} tokens, {pace}"),
         ]
     for phase, worker, place, seconds, details in rows:
         table.add_row(phase, worker, place, _milliseconds(seconds), details)

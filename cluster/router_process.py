@@ -7,12 +7,15 @@ import contextlib
 import threading
 from typing import Any
 
+from ..proto import failpoints
 from .child import Report, run_child
 from .spec import router_from_json
 
 
 def _main(values: dict[str, Any], report: Report, stop: threading.Event) -> None:
     from ..router import main as router
+
+    failpoints.identify("router")
 
     async def run() -> None:
         stopping, loop = asyncio.Event(), asyncio.get_running_loop()

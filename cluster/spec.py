@@ -8,13 +8,14 @@ from __future__ import annotations
 import secrets
 import socket
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from ..decode_worker.params import DecodeParams
 from ..engine.params import EngineParams
-from ..kv_transfer.params import TransferParams
+from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
 from ..router.params import RequestLimits, RouterParams
 from .config import Config, PoolSection
@@ -95,7 +96,7 @@ def _engine(config: Config, role: str) -> EngineParams:
         block_size=section.block_size if section.block_size is not None else config.kv.block_size,
         kv_blocks=None,
         kv_bytes=section.memory if section.memory is not None else config.kv.memory,
-        kv_dtype=config.kv.dtype,
+        kv_dtype=section.kv_dtype if section.kv_dtype is not None else config.kv.dtype,
         max_model_len=config.model.max_model_len,
         batch_invariant=config.engine.batch_invariant,
         prefix_cache=config.engine.prefix_cache,
@@ -104,13 +105,25 @@ def _engine(config: Config, role: str) -> EngineParams:
     )
 
 
-def _transfer(config: Config) -> TransferParams:
+def _tls(config: Config) -> TLSFiles | None:
+    """Paths as every process can open them: relative ones start at the configuration's folder."""
+    files = config.kv.tls
+    if files is None:
+        return None
+    return TLSFiles(*(str(config.folder / Path(path).expanduser()) for path in files.paths.values()))
+
+
+def transfer_params(config: Config) -> TransferParams:
+    """What every rank's transfer side is started with."""
     return TransferParams(
         host=config.cluster.host,
         connect_timeout_s=config.clocks.link_connect,
         frame_timeout_s=config.clocks.frame,
         idle_close_s=config.clocks.link_idle,
         transport=config.kv.transport,
+        tls=_tls(config),
+        max_links=config.kv.max_links,
+        wire=config.kv.wire,
         checksum=config.kv.checksum,
         max_outstanding=config.kv.outstanding_frames,
         frame_bytes=config.kv.frame_size,
@@ -133,7 +146,7 @@ class SpecBuilder:
             "worker_id": worker_id,
             "incarnation": incarnation,
             "engine": _engine(self._config, role),
-            "transfer": _transfer(self._config),
+            "transfer": transfer_params(self._config),
             "host": self._config.cluster.host,
             "port": 0,
             "secret": self._secrets[worker_id],
@@ -152,7 +165,12 @@ class SpecBuilder:
             )
             return WorkerSpec(role, worker_id, rank, leader, None, decode)
         prefill = PrefillParams(
-            **shared, max_batch_tokens=pools.prefill.max_batch_tokens, lookahead=pools.prefill.lookahead
+            **shared,
+            max_batch_tokens=pools.prefill.max_batch_tokens,
+            lookahead=pools.prefill.lookahead,
+            commit_timeout_s=self._config.clocks.commit,
+            fetch_min_tokens=self._config.kv.fetch_min_tokens,
+            fetch_timeout_s=self._config.clocks.fetch,
         )
         return WorkerSpec(role, worker_id, rank, leader, prefill, None)
 

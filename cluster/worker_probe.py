@@ -49,8 +49,8 @@ class Probe:
             got = event.WhichOneof("event")
             if got == kind:
                 return getattr(event, kind)
-            if got == "failed":
-                raise ProbeFailed(f"{self.member.worker_id}: {event.failed.message}")
+            if got in ("failed", "unsent"):
+                raise ProbeFailed(f"{self.member.worker_id}: {getattr(event, got).message}")
 
     async def read(self) -> None:
         """Take in messages until the session ends."""

@@ -38,6 +38,24 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Send:
+    """Send the KV of tokens [0, tokens), all of which is in the blocks, on all ranks; then what rank 0 adds to it."""
+
+    leg: LegKey
+    ticket: bytes
+    blocks: tuple[int, ...]
+    tokens: int
+    first_tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSend:
+    """Stop sending, on all ranks."""
+
+    leg: LegKey
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """An event for the session's router."""
 
@@ -45,7 +63,7 @@ class Tell:
     event: pb.WorkerEvent
 
 
-Effect = Expect | Forget | Copy | Tell
+Effect = Expect | Forget | Copy | Send | CancelSend | Tell
 
 
 def failed(key: LegKey, error: BatonError) -> pb.WorkerEvent:
@@ -59,6 +77,11 @@ def failed(key: LegKey, error: BatonError) -> pb.WorkerEvent:
             retry_after_s=error.retry_after_s,
         )
     )
+
+
+def unsent(key: LegKey, error: BatonError) -> pb.WorkerEvent:
+    """The end of a transfer that brought nothing to its end; the blocks are kept."""
+    return pb.WorkerEvent(unsent=pb.Unsent(leg=ref_of(key), code=error.code, message=error.message))
 
 
 def token_message(leg: Leg, sampled: SampledToken, number: int) -> pb.Token:

@@ -1,10 +1,10 @@
 """How a leg gets into a decode worker: reserve -> commit or abort. Pure; owns reservations until they are committed.
 
-| state | holds | left by |
-|---|---|---|
-| waiting | nothing | the head of the line gets blocks -> reserved; cancel, deadline, too long a wait |
-| reserved | its blocks, pinned or allocated | all ranks complete + first tokens -> committed; abort, failure, clock |
-| committed | nothing here: the batch has the blocks | |
+| state (intake_table.py has the transitions) | holds |
+|---|---|
+| waiting | nothing |
+| reserved, covered, sampled, complete | its blocks, pinned or allocated |
+| committed, gone | nothing here: the batch has the blocks, or they are free |
 
 **The line.** First come, first served; the head is not bypassed, so a large reservation is never starved by small ones.
 A reservation gets all its blocks or none, for all its choices, and enough to begin: room for the first token that is
@@ -22,6 +22,7 @@ from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, DeadlineExceeded, Exhausted, InvalidRequest, TransferFailed
 from ..proto.kv_layout import block_count
 from ..proto.leg import Leg, LegKey
+from .intake_table import TABLE, IntakeEvent, IntakeState
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,16 @@ class Reservation:
     first: pb.FirstTokens | None = None
     bytes: int = 0
     frames: int = 0
+    giving: bool = False  # the cached blocks are being sent to the prefill worker
+    state: IntakeState = IntakeState.RESERVED
+
+    def on(self, event: IntakeEvent) -> bool:
+        """Apply an event. False: illegal in this state, nothing changed."""
+        following = TABLE.get((self.state, event))
+        if following is None:
+            return False
+        self.state = following
+        return True
 
 
 class Intake:
@@ -97,10 +108,10 @@ class Intake:
         self, pool: BlockPool, ranks: int, max_sequences: int, reserve_wait_s: float, commit_timeout_s: float
     ) -> None:
         self._pool = pool
-        self._ranks = ranks
+        self.ranks = ranks
         self._max_sequences = max_sequences
         self._reserve_wait_s = reserve_wait_s
-        self._commit_timeout_s = commit_timeout_s
+        self.commit_timeout_s = commit_timeout_s
         self._blocked: tuple[LegKey, int] | None = None  # head of the line and free blocks when they were too few
         self.waiting: dict[LegKey, Waiting] = {}
         self.reserved: dict[LegKey, Reservation] = {}
@@ -148,6 +159,8 @@ class Intake:
         if reservation is None or rank in reservation.arrived:
             return None
         reservation.arrived.add(rank)
+        if len(reservation.arrived) == self.ranks:
+            reservation.on(IntakeEvent.KV)
         reservation.bytes += size
         reservation.frames += frames
         reservation.progress = now
@@ -156,19 +169,21 @@ class Intake:
     def first_tokens(self, key: LegKey, first: pb.FirstTokens, now: float) -> Reservation | None:
         """What prefill sampled. The reservation, when it is complete."""
         reservation = self.reserved.get(key)
-        if reservation is None or reservation.first is not None:
+        if reservation is None or not reservation.on(IntakeEvent.FIRST_TOKENS):
             return None
         reservation.first = first
         reservation.progress = now
         return self._if_complete(reservation)
 
     def _if_complete(self, reservation: Reservation) -> Reservation | None:
-        complete = reservation.first is not None and len(reservation.arrived) == self._ranks
-        return reservation if complete else None
+        return reservation if reservation.state is IntakeState.COMPLETE else None
 
     def take(self, key: LegKey) -> Reservation | None:
         """Remove a reservation: to commit it, or to give its blocks back. None: there is none."""
-        return self.reserved.pop(key, None)
+        reservation = self.reserved.pop(key, None)
+        if reservation is not None:
+            reservation.on(IntakeEvent.TAKE if reservation.state is IntakeState.COMPLETE else IntakeEvent.END)
+        return reservation
 
     def overdue(self, now: float) -> list[tuple[LegKey, BatonError]]:
         """Legs whose time is up, and the reason for each."""
@@ -183,7 +198,7 @@ class Intake:
         return min((moment for _, moment, _ in self._deadlines()), default=None)
 
     def _deadlines(self) -> list[tuple[LegKey, float, Callable[[], BatonError]]]:
-        wait, limit = self._reserve_wait_s, self._commit_timeout_s
+        wait, limit = self._reserve_wait_s, self.commit_timeout_s
         return [
             *((w.leg.key, w.leg.deadline, _late) for w in self.waiting.values()),
             *((w.leg.key, w.since + wait, lambda: _full(wait)) for w in self.waiting.values()),

@@ -4,8 +4,13 @@ It joins the intake (reservations) to the scheduler (the batch) over one block p
 
     waiting --blocks--> reserved --all KV + first tokens--> a sequence per choice in the batch --finished--> gone
 
+                                              a sequence --Hold, at the step boundary--> held --> see outgoing.py
+
 A leg that is gone holds nothing, and whatever still arrives for it changes nothing. Each choice of a leg ends once:
-finished, preempted, or with its leg (failed, cancelled, session ended).
+finished, preempted, held, or with its leg (failed, cancelled, session ended).
+
+While a leg is reserved, its prefill worker may be given the cached blocks that it lacks; a leg that then receives and
+sends is freed, or joins the batch, only after both have been ended.
 """
 
 from __future__ import annotations
@@ -17,12 +22,14 @@ from google.protobuf.message import DecodeError
 
 from ..engine.block_pool import BlockPool
 from ..engine.step import Draw, SampledToken, SequenceStep
+from ..kv_transfer.events import Sent
 from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, TransferFailed
 from ..proto.leg import Leg, LegKey, ref_of
 from . import scheduler as batch
-from .effects import Copy, Effect, Expect, Forget, Tell, failed, token_message
+from .effects import CancelSend, Copy, Effect, Expect, Forget, Send, Tell, failed, token_message
 from .intake import Intake, Reservation, refuse_what_never_fits
+from .outgoing import Outgoing
 from .scheduler import DecodeScheduler, SequenceId
 
 
@@ -46,16 +53,19 @@ class DecodeLegs:
         self.pool = pool
         self.intake = intake
         self.scheduler = scheduler
+        self.outgoing = Outgoing(pool, intake.ranks, intake.commit_timeout_s)
         self.steps = 0
         self.preemptions = 0
         self._max_sequences = max_sequences
         self._max_model_len = max_model_len
         self._running: dict[SequenceId, _Running] = {}
+        self._leaving: dict[SequenceId, None] = {}  # to be held at the next step boundary, in this order
         self._stalled = False  # a sequence waits for a block
         self._told: list[Effect] = []  # of the plan in the making
 
     def __repr__(self) -> str:
-        return f"DecodeLegs({self.intake!r}, running={[f'{key} {choice}' for key, choice in self._running]})"
+        running = [f"{key} {choice}" for key, choice in self._running]
+        return f"DecodeLegs({self.intake!r}, running={running}, {self.outgoing!r})"
 
     def load(self) -> pb.Load:
         """The worker in numbers."""
@@ -69,7 +79,7 @@ class DecodeLegs:
             preemptions=self.preemptions,
             prefix_hit_tokens=self.pool.prefix_hit_tokens,
             prefix_query_tokens=self.pool.prefix_query_tokens,
-            held_legs=len(self.intake.reserved),
+            held_legs=len(self.intake.reserved) + len(self.outgoing),
         )
 
     # ---- from routers ----------------------------------------------------------------------------------------------
@@ -86,18 +96,41 @@ class DecodeLegs:
         self.intake.waiting.pop(key, None)
         for name in self._sequences(key):
             self._leave(name)
+        effects = self.outgoing.cancel(key)
         reservation = self.intake.take(key)
         if reservation is None:
-            return []
+            return effects
         self.pool.release(reservation.blocks)
-        return [Forget(key)]
+        return [*effects, Forget(key), *_stop_giving(reservation)]
 
     def end_choices(self, key: LegKey, choices: Collection[int]) -> list[Effect]:
-        """These choices leave the batch and give back their blocks; the leg is over with its last one."""
+        """These choices leave the batch, or wherever they are held, and give back their blocks; the leg is over with
+        its last one."""
         for name in self._sequences(key):
             if name[1] in choices:
                 self._leave(name)
+        return self.outgoing.cancel(key, choices) if choices else []
+
+    def hold(self, key: LegKey, choice: int) -> list[Effect]:
+        """At the next step boundary the choice leaves the batch and keeps its blocks; one that has ended does not."""
+        self._leaving[key, choice] = None
         return []
+
+    def hand_over(self, session: int, leg: Leg, ticket: bytes, held: LegKey) -> list[Effect]:
+        """A choice that is held goes on as `leg` at another decode worker."""
+        return self.outgoing.hand_over(session, leg, ticket, held)
+
+    def release(self, key: LegKey) -> list[Effect]:
+        """The router needs the blocks of a choice that was handed over no more."""
+        return self.outgoing.release(key)
+
+    def give(self, key: LegKey, ticket: bytes, stop: int) -> list[Effect]:
+        """Send the first `stop` tokens of a reservation to its prefill worker, if they are here; once."""
+        reservation = self.intake.reserved.get(key)
+        if reservation is None or reservation.giving or stop > reservation.cached:
+            return []
+        reservation.giving = True
+        return [Send(key, ticket, tuple(reservation.blocks[: reservation.need.table]), stop, b"")]
 
     def session_ended(self, session: int) -> list[Effect]:
         """Drop every leg of a router that is gone."""
@@ -139,11 +172,25 @@ class DecodeLegs:
         """The first tokens ended every choice: prefill needs us no more, and has told the router."""
         return self.cancel(key) if key in self.intake.reserved else []
 
+    def sent(self, rank: int, report: Sent) -> list[Effect]:
+        """One rank's part of what goes out was acknowledged."""
+        return self.outgoing.sent(rank, report)
+
+    def send_failed(self, key: LegKey, error: BatonError) -> list[Effect]:
+        """What goes out does not reach its target; a prefill worker that wanted it computes."""
+        return self.outgoing.send_failed(key, error)
+
     # ---- clock and admission ---------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> list[Effect]:
-        """Fail reservations whose time is up."""
-        return [effect for key, error in self.intake.overdue(now) for effect in self.fail(key, error)]
+        """Fail reservations whose time is up, and free what was held for nobody."""
+        late = [effect for key, error in self.intake.overdue(now) for effect in self.fail(key, error)]
+        return late + self.outgoing.expire(now)
+
+    def next_deadline(self) -> float | None:
+        """When `expire` will have something to do."""
+        moments = (self.intake.next_deadline(), self.outgoing.next_deadline())
+        return min((moment for moment in moments if moment is not None), default=None)
 
     def admit(self, now: float) -> list[Effect]:
         """Give blocks to the line, after `plan` has served the batch; to nobody while a sequence stalls."""
@@ -161,10 +208,12 @@ class DecodeLegs:
     # ---- the step --------------------------------------------------------------------------------------------------
 
     def plan(self) -> tuple[list[SequenceStep], list[Effect]]:
-        """What the engine runs next, and who was preempted for it."""
+        """What the engine runs next, and who was taken out of the batch before or preempted for it."""
+        held = [effect for name in self._leaving for effect in self._park(name)]
+        self._leaving.clear()
         plan = self.scheduler.plan(self)
         self._stalled = bool(plan.stalled)
-        told, self._told = self._told, []
+        told, self._told = held + self._told, []
         return [self._step_for(self._running[name]) for name in plan.run], told
 
     def computed(self, steps: Sequence[SequenceStep], drawn: Sequence[Sequence[SampledToken]]) -> list[Effect]:
@@ -214,7 +263,15 @@ class DecodeLegs:
             **{key: waiting.session for key, waiting in self.intake.waiting.items()},
             **{key: reservation.session for key, reservation in self.intake.reserved.items()},
             **{name[0]: running.session for name, running in self._running.items()},
+            **self.outgoing.owners(),
         }
+
+    def _park(self, name: SequenceId) -> list[Effect]:
+        running = self._running.pop(name, None)
+        if running is None:
+            return []
+        self.scheduler.leave(name)
+        return self.outgoing.park(running.leg, running.session, running.choice, running.generated, running.table)
 
     def _leave(self, name: SequenceId) -> None:
         running = self._running.pop(name)
@@ -253,6 +310,7 @@ class DecodeLegs:
         repeated = pb.Tokens(tokens=[_step_token(leg, token) for token in first.tokens])
         return [
             Forget(leg.key),
+            *_stop_giving(reservation),  # who has the whole prompt needs no part of it
             *self._fork(reservation, [token for token in first.tokens if not token.finish_reason]),
             Tell(reservation.session, pb.WorkerEvent(committed=committed)),
             Tell(reservation.session, pb.WorkerEvent(tokens=repeated)),
@@ -279,6 +337,10 @@ class DecodeLegs:
         if not going_on:
             self.pool.release(blocks[: need.shared])
         return [Copy(tuple(pairs))] if pairs else []
+
+
+def _stop_giving(reservation: Reservation) -> list[Effect]:
+    return [CancelSend(reservation.leg.key)] if reservation.giving else []
 
 
 def _step_token(leg: Leg, token: pb.Token) -> pb.StepToken:

@@ -14,17 +14,16 @@ from ..engine.channel import FollowerChannel, LeaderChannel, Message, RankLost
 from ..engine.rank_start import RankParams, await_followers, start_follower, start_leader
 from ..engine.runner import Runner
 from ..engine.step import unpack_plan
-from ..kv_transfer.events import Abandoned, LegKey, RankComplete, ReceiveEvent, ReceiveFailed
-from ..kv_transfer.receiver import Receiver
-from ..kv_transfer.ticket import Ticket, TicketBook
+from ..kv_transfer.ends import Ends, News, message_of
 from ..proto import worker_pb2 as pb
 from ..proto.session_server import SessionParams
 from ..proto.worker_serve import Stop, serve_worker
+from .effects import Send
 from .intake import Intake
 from .legs import DecodeLegs
 from .params import DecodeParams
 from .scheduler import DecodeScheduler
-from .worker import DecodeEngine
+from .worker import DecodeEngine, send_all
 
 _POLL_S = 0.2
 
@@ -39,29 +38,16 @@ def run_leader(params: DecodeParams, report: Report, stop: Stop) -> None:
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     runner, channel = start_leader(params.engine, _ranks(params), inbox.put, inbox.put, report)
     try:
-        tickets = TicketBook(params.secret)
-        receiver = _receiver(params, runner, 0, tickets, inbox.put)
+        ends = _ends(params, runner, 0, inbox.put)
         try:
             ready = await_followers(inbox, params.engine.tensor_parallel, params.start_timeout_s)
-            addresses = (receiver.address, *(ready[rank]["address"] for rank in sorted(ready)))
-
-            def issue(key: LegKey, cached: int, tokens: int) -> Ticket:
-                return tickets.issue(
-                    key,
-                    worker_id=params.worker_id,
-                    incarnation=params.incarnation,
-                    layout=runner.layout,
-                    addresses=addresses,
-                    cached_tokens=cached,
-                    prompt_tokens=tokens,
-                    carrier=params.transfer.transport,
-                )
-
+            addresses = (ends.receiver.address, *(ready[rank]["address"] for rank in sorted(ready)))
+            issue = ends.issuer(addresses, params.commit_timeout_s)
             runner.warm_up()
-            engine = DecodeEngine(runner, receiver, channel, issue, _book(params, runner), inbox)
+            engine = DecodeEngine(runner, ends.sender, ends.receiver, channel, issue, _book(params, runner), inbox)
             _serve(params, runner, engine, channel, inbox, report, stop)
         finally:
-            receiver.close()
+            ends.close()
     except RankLost:
         if not stop.is_set():  # at the end the ranks leave in any order
             raise
@@ -109,14 +95,13 @@ def _welcome(params: DecodeParams, runner: Runner) -> pb.Welcome:
 def run_follower(params: DecodeParams, rank: int, leader_address: str, stop: Stop) -> None:
     """Rank `rank` > 0, until the leader says so, or `stop`. Raises RankLost when the leader is gone, ConfigError."""
     runner, channel = start_follower(params.engine, _ranks(params), rank, leader_address)
-    tickets = TicketBook(params.secret)
-    receiver = _receiver(params, runner, rank, tickets, lambda event: _tell_leader(channel, event))
+    ends = _ends(params, runner, rank, lambda news: _tell_leader(channel, news))
     ended = threading.Event()
     watcher = threading.Thread(target=_close_on_stop, args=(channel, stop, ended), name="stop-watcher", daemon=True)
     watcher.start()
     try:
-        channel.send({"kind": "ready", "address": receiver.address})
-        while _obey(channel.receive(), runner, receiver):
+        channel.send({"kind": "ready", "address": ends.receiver.address})
+        while _obey(channel.receive(), runner, ends):
             pass
     except RankLost:
         if not stop.is_set():
@@ -124,12 +109,13 @@ def run_follower(params: DecodeParams, rank: int, leader_address: str, stop: Sto
     finally:
         ended.set()
         watcher.join()
-        receiver.close()
+        ends.close()
         channel.close()
 
 
-def _obey(message: Message, runner: Runner, receiver: Receiver) -> bool:
+def _obey(message: Message, runner: Runner, ends: Ends) -> bool:
     """Do what the leader says, in its order; False: that was all."""
+    sender, receiver = ends.sender, ends.receiver
     match message:
         case {"kind": "step", "plan": plan}:
             kind, steps = unpack_plan(plan)
@@ -140,6 +126,10 @@ def _obey(message: Message, runner: Runner, receiver: Receiver) -> bool:
             receiver.forget(tuple(leg))
         case {"kind": "copy", "pairs": pairs}:
             runner.kv.copy_blocks(pairs)
+        case {"kind": "send", "leg": leg, "ticket": ticket, "blocks": blocks, "tokens": tokens}:
+            send_all(sender, runner.layout.layers, Send(tuple(leg), ticket, tuple(blocks), tokens, b""))
+        case {"kind": "cancel_send", "leg": leg}:
+            sender.cancel(tuple(leg))
         case {"kind": "shutdown"}:
             return False
         case _:
@@ -147,27 +137,19 @@ def _obey(message: Message, runner: Runner, receiver: Receiver) -> bool:
     return True
 
 
-def _tell_leader(channel: FollowerChannel, event: ReceiveEvent) -> None:
+def _tell_leader(channel: FollowerChannel, news: News) -> None:
     """From a transfer's thread; a leader that is gone is noticed by the main thread."""
     with suppress(RankLost):
-        match event:
-            case RankComplete(leg, _, size, frames):
-                channel.send({"kind": "complete", "leg": leg, "bytes": size, "frames": frames})
-            case ReceiveFailed(leg, _, error):
-                channel.send({"kind": "receive_failed", "leg": leg, "code": error.code, "message": error.message})
-            case Abandoned(leg):
-                channel.send({"kind": "abandoned", "leg": leg})
+        channel.send(message_of(news))
 
 
-def _receiver(
-    params: DecodeParams, runner: Runner, rank: int, tickets: TicketBook, on_event: Callable[[ReceiveEvent], None]
-) -> Receiver:
-    identity = (params.worker_id, params.incarnation)
-    return Receiver(params.transfer, runner.kv, runner.layout, rank, *identity, tickets, on_event)
+def _ends(params: DecodeParams, runner: Runner, rank: int, on_news: Callable[[News], None]) -> Ends:
+    identity = (params.worker_id, params.incarnation, params.secret)
+    return Ends(params.transfer, runner.kv, runner.layout, rank, *identity, on_news)
 
 
 def _ignore_layers(low: int, high: int) -> None:
-    """A decode worker sends nothing on."""
+    """What a decode worker sends on, it sends as a whole."""
 
 
 def _close_on_stop(channel: FollowerChannel, stop: Stop, ended: threading.Event) -> None:

@@ -25,4 +25,4 @@ class DecodeParams:
     dead_after_s: float  # a router silent for so long has lost its session
     max_sequences: int  # choices that run, or hold a reservation, at the same time
     reserve_wait_s: float  # longest wait for blocks before a reservation is refused
-    commit_timeout_s: float  # from ticket to commit, or from one sign of progress to the next
+    commit_timeout_s: float  # from ticket to commit, or from one sign of progress to the next; also of held blocks

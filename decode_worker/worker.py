@@ -9,26 +9,26 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..engine.channel import LeaderChannel
 from ..engine.rank_start import RankMessage
 from ..engine.runner import Runner
 from ..engine.step import SequenceStep
-from ..kv_transfer.events import Abandoned, FirstTokensArrived, RankComplete, ReceiveFailed
+from ..kv_transfer.ends import IssueTicket, News, news_of
+from ..kv_transfer.events import Abandoned, FirstTokensArrived, RankComplete, ReceiveFailed, SendFailed, Sent
 from ..kv_transfer.receiver import Receiver
+from ..kv_transfer.sender import Sender
 from ..kv_transfer.ticket import Ticket
 from ..proto import worker_pb2 as pb
-from ..proto.errors import BatonError, InternalError, from_wire
+from ..proto.errors import BatonError, InternalError
 from ..proto.failpoints import reach
 from ..proto.leg import LegKey, key_of, parse_leg, ref_of
 from ..proto.worker_loop import Commands, Events, SessionEnded, drain_into, seconds_until
-from .effects import Copy, Effect, Expect, Forget, Tell, failed
+from .effects import CancelSend, Copy, Effect, Expect, Forget, Send, Tell, failed
 from .legs import DecodeLegs
 
 log = logging.getLogger(__name__)
-
-IssueTicket = Callable[[LegKey, int, int], Ticket]  # leg, cached tokens, tokens
 
 
 class DecodeEngine:
@@ -37,6 +37,7 @@ class DecodeEngine:
     def __init__(
         self,
         runner: Runner,
+        sender: Sender,
         receiver: Receiver,
         channel: LeaderChannel | None,
         issue: IssueTicket,
@@ -44,6 +45,7 @@ class DecodeEngine:
         inbox: queue.SimpleQueue[object],
     ) -> None:
         self._runner = runner
+        self._sender = sender
         self._receiver = receiver
         self._channel = channel
         self._issue = issue
@@ -61,21 +63,10 @@ class DecodeEngine:
                     self._perform(self._command(session, command, now))
             case SessionEnded(session):
                 self._perform(self._legs.session_ended(session))
-            case RankComplete(key, rank, size, frames):
-                self._arrived(key, rank, size, frames, now)
-            case FirstTokensArrived(key, payload):
-                self._perform(self._legs.first_tokens(key, payload, now))
-            case ReceiveFailed(key, _, error):
-                self._perform(self._legs.receive_failed(key, error))
-            case Abandoned(key):
-                self._perform(self._legs.abandoned(key))
-            case RankMessage(rank, {"kind": "complete", "leg": (request, attempt, choice), **fields}):
-                self._arrived((request, attempt, choice), rank, fields["bytes"], fields["frames"], now)
-            case RankMessage(_, {"kind": "receive_failed", "leg": (request, attempt, choice), **fields}):
-                error = from_wire(fields["code"], fields["message"])
-                self._perform(self._legs.receive_failed((request, attempt, choice), error))
-            case RankMessage(_, {"kind": "abandoned", "leg": (request, attempt, choice)}):
-                self._perform(self._legs.abandoned((request, attempt, choice)))
+            case RankMessage(rank, message) if (news := news_of(rank, message)) is not None:
+                self._transfer(rank, news, now)
+            case RankComplete() | FirstTokensArrived() | ReceiveFailed() | Abandoned() | Sent() | SendFailed():
+                self._transfer(0, item, now)
             case _:
                 log.warning("not understood: %r", item)
 
@@ -92,12 +83,13 @@ class DecodeEngine:
         """One token for each sequence of the batch."""
         reach("decode.step")
         drawn = self._runner.decode(self._steps)
+        reach("decode.step_done")
         drain_into(self._inbox, self)
         self._perform(self._legs.computed(self._steps, drawn))
 
     def wake_in(self) -> float | None:
-        """Until the next deadline of a reservation."""
-        return seconds_until(self._legs.intake.next_deadline())
+        """Until the next deadline of a reservation, or of blocks that are held."""
+        return seconds_until(self._legs.next_deadline())
 
     def take_events(self) -> Events:
         """Events since the last call, by session."""
@@ -118,6 +110,14 @@ class DecodeEngine:
         match command.WhichOneof("command"):
             case "reserve":
                 return self._submit(session, command.reserve.leg, now)
+            case "hold":
+                return self._legs.hold(key_of(command.hold.leg), command.hold.choice)
+            case "handover":
+                return self._hand_over(session, command.handover)
+            case "release":
+                return self._legs.release(key_of(command.release.leg))
+            case "give":
+                return self._give(command.give)
             case "cancel" if command.cancel.choices:
                 return self._legs.end_choices(key_of(command.cancel.leg), command.cancel.choices)
             case "cancel":
@@ -135,6 +135,38 @@ class DecodeEngine:
         except Exception as error:
             log.exception("a reservation could not be taken in")
             return [Tell(session, failed(key_of(message), InternalError(str(error))))]
+
+    def _hand_over(self, session: int, message: pb.Handover) -> list[Effect]:
+        try:
+            leg = parse_leg(message.leg, self._runner.vocab_size, self._runner.max_model_len, time.monotonic())
+        except BatonError as error:
+            return [Tell(session, failed(key_of(message.leg), error))]
+        return self._legs.hand_over(session, leg, message.ticket, key_of(message.held))
+
+    def _give(self, message: pb.Give) -> list[Effect]:
+        try:
+            wanted = Ticket.unpack(message.ticket).prompt_tokens
+        except BatonError as error:
+            log.warning("the prefix of %s is not given: %s", key_of(message.leg), error)
+            return []
+        return self._legs.give(key_of(message.leg), message.ticket, wanted)
+
+    def _transfer(self, rank: int, news: News, now: float) -> None:
+        """What either end of the transfer reports on a rank."""
+        match news:
+            case RankComplete(key, _, size, frames):
+                self._arrived(key, rank, size, frames, now)
+            case FirstTokensArrived(key, payload):
+                self._perform(self._legs.first_tokens(key, payload, now))
+            case ReceiveFailed(key, _, error):
+                self._perform(self._legs.receive_failed(key, error))
+            case Abandoned(key):
+                self._perform(self._legs.abandoned(key))
+            case Sent():
+                self._perform(self._legs.sent(rank, news))
+            case SendFailed(key, error):
+                log.info("%s does not reach its target: %s", key, error)
+                self._perform(self._legs.send_failed(key, error))
 
     def _arrived(self, key: LegKey, rank: int, size: int, frames: int, now: float) -> None:
         if self._pass_gate(key):
@@ -154,6 +186,8 @@ class DecodeEngine:
             match effect:
                 case Tell(session, event):
                     self._events.setdefault(session, []).append(event)
+                    if event.HasField("committed"):
+                        reach("decode.committed")
                 case Expect():
                     self._expect(effect)
                 case Forget(key):
@@ -162,13 +196,21 @@ class DecodeEngine:
                 case Copy(pairs):
                     self._broadcast({"kind": "copy", "pairs": pairs})
                     self._runner.kv.copy_blocks(pairs)
+                case Send():
+                    fields = {"ticket": effect.ticket, "blocks": effect.blocks, "tokens": effect.tokens}
+                    self._broadcast({"kind": "send", "leg": effect.leg, **fields})
+                    send_all(self._sender, self._runner.layout.layers, effect)
+                case CancelSend(key):
+                    self._broadcast({"kind": "cancel_send", "leg": key})
+                    self._sender.cancel(key)
 
     def _expect(self, order: Expect) -> None:
         ticket = self._issue(order.leg, order.cached, order.tokens)
         fields = {"nonce": ticket.nonce, "blocks": order.blocks, "cached": order.cached, "tokens": order.tokens}
         try:
             self._receiver.expect(order.leg, ticket.nonce, order.blocks, (order.cached, order.tokens))
-        except ValueError as error:  # a key that was used before
+            reach("decode.reserved")
+        except (ValueError, BatonError) as error:  # a key that was used before
             self._perform(self._legs.fail(order.leg, InternalError(str(error))))
             return
         self._broadcast({"kind": "expect", "leg": order.leg, **fields})
@@ -180,3 +222,10 @@ class DecodeEngine:
     def _broadcast(self, message: dict[str, object]) -> None:
         if self._channel is not None:
             self._channel.broadcast(message)
+
+
+def send_all(sender: Sender, layers: int, order: Send) -> None:
+    """On each rank: send what is in the pool. Only rank 0 says the first tokens."""
+    sender.open(order.leg, order.ticket, order.blocks, order.tokens)
+    sender.computed(order.leg, (0, order.tokens), (0, layers))
+    sender.finish(order.leg, order.first_tokens)

@@ -55,9 +55,9 @@ class Runner:
         self.kv = PagedKV(self.layout, group.rank, self.blocks, torch.device(params.device))
         plan = weights.memory_plan()
         _log.info(
-            "rank %d of %d on %s: %d thread(s), %s; weights %.0f MiB (loading %.0f); %d KV blocks of %d tokens",
+            "rank %d of %d on %s: %d thread(s), %s; weights %.0f MiB (loading %.0f); %d %s KV blocks of %d tokens",
             *(group.rank, params.tensor_parallel, params.device, torch.get_num_threads(), params.dtype),
-            *(plan.resident / 2**20, plan.peak / 2**20, self.blocks, params.block_size),
+            *(plan.resident / 2**20, plan.peak / 2**20, self.blocks, self.layout.dtype, params.block_size),
         )
         if block_count(self.max_model_len, params.block_size) > self.blocks:
             _log.warning(
@@ -123,10 +123,8 @@ def _check(params: EngineParams) -> None:
     """What can be refused before anything is read."""
     if params.dtype not in _MODEL_DTYPES:
         raise ConfigError(f"model.dtype: {params.dtype!r} is not one of {', '.join(_MODEL_DTYPES)}")
-    if params.kv_dtype not in ("auto", params.dtype):
-        raise ConfigError(
-            f"kv.dtype: {params.kv_dtype!r} differs from model.dtype {params.dtype!r}, which is not supported; use auto"
-        )
+    if params.kv_dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"kv.dtype: {params.kv_dtype!r} is not one of auto, {', '.join(DTYPES)}")
     if params.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here (no GPU, or a torch build without CUDA); use cpu")
     for name in ("threads", "block_size", "layer_group", "tensor_parallel"):
@@ -150,7 +148,7 @@ def _layout(params: EngineParams, config: ModelConfig, fingerprint: str) -> KVLa
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         rope=config.rope.describe(),
-        dtype=params.dtype,
+        dtype=params.dtype if params.kv_dtype == "auto" else params.kv_dtype,
         block_size=params.block_size,
         head_ranges=head_ranges(config.kv_heads, params.tensor_parallel),
     )

@@ -149,21 +149,24 @@ def kv_rows(slots: Tensor, pool: Tensor) -> Tensor:
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float, out: Tensor
 ) -> None:
-    """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, D] into out [T, Hq, D]."""
-    dtype = query.dtype
-    query = query.to(keys.dtype)
+    """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, D] into out [T, Hq, D].
+
+    Where the pool's dtype is not the query's, both are widened to the one that holds either (float32), so nothing but
+    the pool's own rounding is lost.
+    """
+    query = query.to(torch.promote_types(query.dtype, keys.dtype))
     for group in plan.decode:
-        out[group.tokens] = _decode(query, keys, values, group, scale).to(dtype)
+        out[group.tokens] = _decode(query, keys, values, group, scale).to(out.dtype)
     for piece in plan.prefill:
         _prefill(query, keys, values, piece, scale, out)
 
 
-def _gather(pool: Tensor, pages: _Pages) -> Tensor:
-    """[heads, 1, keys, D], zero behind each sequence's end: whatever is left there must not reach a product."""
+def _gather(pool: Tensor, pages: _Pages, dtype: torch.dtype) -> Tensor:
+    """[heads, 1, keys, D] of `dtype`, zero behind each sequence's end: what is left there must not reach a product."""
     dim = pool.shape[3]
     picked = torch.embedding(pool.view(-1, pool.shape[2] * dim), pages.rows)
     picked.view(-1, dim).index_fill_(0, pages.stale, 0)
-    return picked.view(pages.heads, 1, pages.span, dim)[:, :, : pages.keys]
+    return picked.view(pages.heads, 1, pages.span, dim)[:, :, : pages.keys].to(dtype)
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -186,12 +189,13 @@ def _decode(query: Tensor, keys: Tensor, values: Tensor, group: _Decode, scale: 
     rows = picked.view(group.pages.heads, 1, share, dim)
     if share < _min_rows(query):
         rows = torch.nn.functional.pad(rows, (0, 0, 0, _min_rows(query) - share))
-    result = _flash(rows, _gather(keys, group.pages), _gather(values, group.pages), group.mask, scale)
+    k, v = (_gather(pool, group.pages, query.dtype) for pool in (keys, values))
+    result = _flash(rows, k, v, group.mask, scale)
     return result[:, :, :share].reshape(count, query_heads, dim)
 
 
 def _prefill(query: Tensor, keys: Tensor, values: Tensor, piece: _Prefill, scale: float, out: Tensor) -> None:
-    k, v = _gather(keys, piece.pages), _gather(values, piece.pages)
+    k, v = (_gather(pool, piece.pages, query.dtype) for pool in (keys, values))
     first = piece.context - (piece.stop - piece.start)  # absolute position of the first new token
     for start in range(piece.start, piece.stop, _QUERY_SLAB):
         stop = min(start + _QUERY_SLAB, piece.stop)

@@ -67,3 +67,38 @@ def paged_attention(
         weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
         out[rows] = (weights @ v).transpose(0, 1).to(query.dtype)
     return out
+
+
+def quantize_kv(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """See kernels/kv_quantize.py: int8 codes or e4m3 ones as uint8 [R, D], and float32 scales [R]; all finite."""
+    wide = values.float()
+    largest = {"int8": 127.0, "fp8": 448.0}[kind]
+    limits = torch.finfo(torch.float32)
+    top = torch.nextafter(torch.tensor(limits.max / largest, dtype=torch.float32), torch.zeros(()))
+    scales = (wide.abs().amax(-1) / largest).clamp(min=limits.tiny).minimum(top)
+    scaled = (wide / scales[:, None]).double()
+    if kind == "int8":
+        return scaled.round().clamp(-127, 127).to(torch.int8), scales
+    numbers = e4m3_numbers()[:127]  # ascending, from zero to 448
+    size = scaled.abs().clamp(max=448).contiguous()
+    above = torch.searchsorted(numbers, size).clamp(1, 126)
+    middle = (numbers[above - 1] + numbers[above]) / 2
+    up = (size > middle) | ((size == middle) & (above % 2 == 0))
+    code = torch.where(up, above, above - 1) + 128 * torch.signbit(scaled).long()
+    return code.to(torch.uint8), scales
+
+
+def dequantize_kv(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values [R, D] that `quantize_kv` stands for, rounded once to `dtype`."""
+    numbers = codes.float() if codes.dtype == torch.int8 else e4m3_numbers()[codes.long()].float()
+    return (numbers * scales[:, None]).to(dtype)
+
+
+def e4m3_numbers() -> Tensor:
+    """What each of the 256 codes means, float64: (-1)^s * 2^(e - 7) * (1 + m / 8), or 2^-6 * m / 8 where e is 0."""
+    code = torch.arange(256)
+    exponent, mantissa = code >> 3 & 15, (code & 7).double()
+    normal = torch.ldexp(1 + mantissa / 8, exponent - 7)
+    numbers = torch.where(exponent == 0, torch.ldexp(mantissa / 8, torch.tensor(-6)), normal)
+    numbers[code & 127 == 127] = float("nan")
+    return torch.where(code < 128, numbers, -numbers)

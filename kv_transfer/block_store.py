@@ -26,9 +26,14 @@ class BlockStore(Protocol):
         ...
 
     def gather(
-        self, blocks: Sequence[int], layers: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int]
+        self,
+        blocks: Sequence[int],
+        layers: tuple[int, int],
+        heads: tuple[int, int],
+        tokens: tuple[int, int],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A contiguous copy [layers, 2, heads, tokens, head_dim]."""
+        """A contiguous copy [layers, 2, heads, tokens, head_dim], in `out` (flat uint8 of that size) where given."""
         ...
 
     def scatter(

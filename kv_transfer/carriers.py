@@ -11,15 +11,20 @@ import contextlib
 import datetime
 import threading
 import time
+from collections import deque
 from typing import Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import Work
 
 from ..kernels.process_group import Group, ReplicatedStore, make_group
+from .frames import MAX_PARCEL_BYTES
+from .watchdog import Watchdog
 from .wire import Wire, WireError, field
 
 INLINE = "inline"
 _PUMP_S = 0.002
+_SLOWEST = 16 << 20  # bytes a second
 
 
 class CarrierFailed(Exception):
@@ -31,9 +36,13 @@ class Carrier(Protocol):
 
     name: str
     device: torch.device  # where payloads must be
+    largest: int  # bytes of one payload
 
     def send(self, payload: torch.Tensor) -> None:
-        """Hand over one payload. Raises CarrierFailed, or WireError where the link itself broke."""
+        """Hand over one payload, which stays as it is until the peer acknowledged it or the carrier was closed.
+
+        Raises CarrierFailed, or WireError where the link itself broke.
+        """
         ...
 
     def receive(self, buffer: torch.Tensor) -> None:
@@ -50,6 +59,7 @@ class InlineCarrier:
 
     name = INLINE
     device = torch.device("cpu")
+    largest = MAX_PARCEL_BYTES
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -69,40 +79,73 @@ class InlineCarrier:
 class TorchCarrier:
     """A process group of two: prefill is rank 0, decode rank 1. After any failure it is closed and never used again."""
 
-    def __init__(self, name: str, group: Group, limit_s: float) -> None:
+    def __init__(self, name: str, group: Group, limit_s: float, watchdog: Watchdog | None) -> None:
         self.name = name
+        self._watchdog = watchdog
         self.device = device_of(name)
         self._group: Group | None = group
+        self.largest = MAX_PARCEL_BYTES
         self._peer = 1 - group.rank()
-        self._limit = datetime.timedelta(seconds=limit_s)
+        self._limit_s = limit_s
+        self._sending: deque[tuple[Work, torch.Tensor]] = deque()  # gloo moves them in a thread of its own
+        self._expected: dict[int, Work] = {}  # by the buffer's address
 
     def send(self, payload: torch.Tensor) -> None:
-        """Returns when the payload may be overwritten."""
+        """Begin to send: a failure that is not seen here is seen by the receiving end, within the same limit."""
         try:
-            self._open().send([payload], self._peer, 0).wait(self._limit)
-            self._settle()
+            while self._sending and self._sending[0][0].is_completed():
+                self._sending.popleft()[0].wait()
+            with self._watched(payload):
+                work = self._open().send([payload], self._peer, 0)
+                if self.device.type == "cpu":
+                    self._sending.append((work, payload))
+                else:  # a stream orders the copies
+                    work.wait(self._limit(payload))
+                    self._settle()
         except RuntimeError as error:
             raise CarrierFailed(_reason(self.name, error)) from error
+
+    def expect(self, buffer: torch.Tensor) -> None:
+        """Let the next payload come into `buffer` while the caller does something else; `receive` it later."""
+        if self.device.type == "cpu":
+            try:
+                self._expected[buffer.data_ptr()] = self._open().recv([buffer], self._peer, 0)
+            except RuntimeError as error:
+                raise CarrierFailed(_reason(self.name, error)) from error
 
     def receive(self, buffer: torch.Tensor) -> None:
         """Returns when the buffer is filled. A shorter message would leave its tail: sizes come from the header."""
         try:
-            self._open().recv([buffer], self._peer, 0).wait(self._limit)
-            self._settle()
+            with self._watched(buffer):
+                work = self._expected.pop(buffer.data_ptr(), None) or self._open().recv([buffer], self._peer, 0)
+                work.wait(self._limit(buffer))
+                self._settle()
         except RuntimeError as error:
             raise CarrierFailed(_reason(self.name, error)) from error
 
     def close(self) -> None:
         """Abort what is in flight and let the group go, which closes its connection: the peer fails at once."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):
                 group.abort()
+        self._sending.clear()
+        self._expected.clear()
 
     def _open(self) -> Group:
         if self._group is None:
             raise CarrierFailed(f"{self.name}: closed")
         return self._group
+
+    def _limit(self, buffer: torch.Tensor) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self._limit_s + patience_s(self.name, buffer.numel()))
+
+    def _watched(self, buffer: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        if self._watchdog is None:
+            return contextlib.nullcontext()
+        return self._watchdog.watching(self._limit(buffer).total_seconds())
 
     def _settle(self) -> None:
         """NCCL's wait only orders streams; the bytes are there when the stream has drained."""
@@ -179,7 +222,8 @@ class Rendezvous:
     def _build(self) -> None:
         try:
             group = make_group(self._name, self._store, self._rank, 2, self._limit_s, self._host)
-            carrier = TorchCarrier(self._name, group, self._limit_s)
+            watchdog = Watchdog(group.abort, self._wire.peer_gone) if self._name == "nccl" else None
+            carrier = TorchCarrier(self._name, group, self._limit_s, watchdog)
             probe = torch.full((8,), 7, dtype=torch.uint8, device=carrier.device)
             if self._rank == 0:  # the pair's first use can take long with NCCL: pay it here
                 carrier.send(probe)
@@ -190,9 +234,9 @@ class Rendezvous:
             self._result = error
 
 
-def chosen(transport: str) -> str:
-    """The carrier that a configured transport asks for; `auto` is inline between CPU hosts."""
-    return INLINE if transport == "auto" else transport
+def patience_s(name: str, size: int) -> float:
+    """How many seconds more than usual `size` bytes may take on a carrier that does not show how far it is."""
+    return 0.0 if name == INLINE else size / _SLOWEST
 
 
 def device_of(name: str) -> torch.device:

@@ -1,13 +1,14 @@
 """Whether one worker's KV can become another's (pure), and the readable difference where it cannot.
 
-Tensor parallelism and block size are converted on the way; everything else must be equal.
+Tensor parallelism, block size and the element type are converted on the way; everything else must be equal.
 """
 
 from __future__ import annotations
 
 from ..proto.kv_layout import KVLayout
+from .frames import ITEM_BYTES
 
-_EQUAL = ("fingerprint", "layers", "kv_heads", "head_dim", "rope", "dtype")
+_EQUAL = ("fingerprint", "layers", "kv_heads", "head_dim", "rope")
 
 
 def differences(prefill: KVLayout, decode: KVLayout) -> list[str]:
@@ -24,6 +25,13 @@ def differences(prefill: KVLayout, decode: KVLayout) -> list[str]:
     return found
 
 
+def codec_differences(prefill: str, decode: str) -> list[str]:
+    """What stands in the way when the two ends are configured with these wire codecs, as `differences`."""
+    if prefill == decode:
+        return []
+    return [f"kv.wire: prefill has {prefill!r}, decode has {decode!r}"]
+
+
 def _faults(layout: KVLayout) -> list[str]:
     """What makes a layout meaningless by itself."""
     found = [
@@ -31,6 +39,8 @@ def _faults(layout: KVLayout) -> list[str]:
         for name in ("layers", "kv_heads", "head_dim", "block_size")
         if type(getattr(layout, name)) is not int or getattr(layout, name) < 1
     ]
+    if type(layout.dtype) is not str or layout.dtype not in ITEM_BYTES:
+        found.append(f"dtype is {layout.dtype!r}, not one of {', '.join(ITEM_BYTES)}")
     if found:
         return found
     outside = [span for span in layout.head_ranges if not 0 <= span[0] < span[1] <= layout.kv_heads]

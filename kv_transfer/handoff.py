@@ -62,7 +62,8 @@ class Coverage:
     def __init__(self, expected: Box) -> None:
         self.expected = expected
         self.cells = 0
-        self._bands: dict[tuple[Range, Range], list[Range]] = {}  # (layers, heads) -> disjoint sorted token ranges
+        # layer -> heads -> disjoint sorted token ranges: a look-up costs the layers of a box, not all that was placed
+        self._placed: dict[int, dict[Range, list[Range]]] = {}
 
     @property
     def complete(self) -> bool:
@@ -75,23 +76,29 @@ class Coverage:
             (low, high), (start, stop) = getattr(self.expected, name), getattr(box, name)
             if not low <= start < stop <= high:
                 return f"{name} [{start}, {stop}) are outside the expected [{low}, {high})"
-        for (layers, heads), spans in self._bands.items():
-            if box.overlaps(Box(box.tokens, layers, heads)) and _hits(spans, box.tokens):
-                return f"overlaps what was placed before: {box}"
+        for layer in range(*box.layers):
+            for heads, spans in self._placed.get(layer, {}).items():
+                if heads[0] < box.heads[1] and box.heads[0] < heads[1] and _hits(spans, box.tokens):
+                    return f"overlaps what was placed before: {box}"
         return ""
 
     def add(self, box: Box) -> None:
         """Count a box for which `problem` is empty."""
-        spans = self._bands.setdefault((box.layers, box.heads), [])
-        at = bisect_left(spans, box.tokens)
-        start, stop = box.tokens
-        if at < len(spans) and spans[at][0] == stop:
-            stop = spans.pop(at)[1]
-        if at > 0 and spans[at - 1][1] == start:
-            at -= 1
-            start = spans.pop(at)[0]
-        spans.insert(at, (start, stop))
+        for layer in range(*box.layers):
+            _insert(self._placed.setdefault(layer, {}).setdefault(box.heads, []), box.tokens)
         self.cells += box.volume
+
+
+def _insert(spans: list[Range], tokens: Range) -> None:
+    """Add a range to sorted disjoint ones that it does not meet; neighbours become one."""
+    start, stop = tokens
+    at = bisect_left(spans, tokens)
+    if at < len(spans) and spans[at][0] == stop:
+        stop = spans.pop(at)[1]
+    if at > 0 and spans[at - 1][1] == start:
+        at -= 1
+        start = spans.pop(at)[0]
+    spans.insert(at, (start, stop))
 
 
 def _hits(spans: Sequence[Range], tokens: Range) -> bool:

@@ -13,8 +13,9 @@ from ..proto.failpoints import reach
 from ..proto.kv_layout import KVLayout
 from .block_store import BlockStore
 from .carriers import bytes_of
+from .codec import decode, wire_bytes
 from .events import LegKey
-from .frames import MAX_FRAME_BYTES, RAW, FrameHeader, checksum, payload_bytes, payload_shape, torch_dtype
+from .frames import MAX_FRAME_BYTES, FrameHeader, checksum
 from .handoff import ReceiveLeg
 from .plan import Range
 
@@ -44,17 +45,20 @@ class PlacementOwner(Protocol):
 class Placement:
     """Frames from one prefill rank, which sends `heads` (ranges of the model's heads) to this decode rank."""
 
-    def __init__(self, owner: PlacementOwner, source: int, heads: tuple[Range, ...], checked: bool) -> None:
+    def __init__(
+        self, owner: PlacementOwner, source: int, heads: tuple[Range, ...], checked: bool, dtype: str, codec: str
+    ) -> None:
         self._owner = owner
         self._source = source
         self._heads = heads
         self._checked = checked
+        self._format = (dtype, codec)  # of the payloads
 
     def judge(self, header: FrameHeader, leg: ExpectedLeg) -> None:
         """Whether the frame may be received. Raises TransferFailed with the reason."""
         layout, box = self._owner.layout, header.box
-        if (header.dtype, header.codec) != (layout.dtype, RAW):
-            raise TransferFailed(f"frame of {header.dtype}/{header.codec}, expected {layout.dtype}/{RAW}")
+        if (header.dtype, header.codec) != self._format:
+            raise TransferFailed(f"frame of {header.dtype}/{header.codec}, expected {'/'.join(self._format)}")
         if self._checked and not header.checked:
             raise TransferFailed("frame without a checksum")
         if not any(low <= box.heads[0] and box.heads[1] <= high for low, high in self._heads):
@@ -63,7 +67,7 @@ class Placement:
             problem = leg.handoff.problem(box)
         if problem:
             raise TransferFailed(f"frame of leg {leg.key} refused: {problem}")
-        due = payload_bytes(box, layout.head_dim, layout.dtype)
+        due = wire_bytes(box, layout.head_dim, header.dtype, header.codec)
         if header.bytes != due or due > MAX_FRAME_BYTES:
             raise TransferFailed(f"frame of {header.bytes} bytes, its ranges hold {due} (limit {MAX_FRAME_BYTES})")
 
@@ -72,6 +76,9 @@ class Placement:
 
         Raises TransferFailed when it is corrupt or no longer wanted, InternalError when the pool cannot take it.
         """
+        if reach("decode.payload"):
+            payload = payload.clone()  # where it lies it may not be ours to write to
+            payload[0] ^= 1
         if header.checked and checksum(header, bytes_of(payload.cpu())) != header.checksum:
             raise TransferFailed(
                 f"frame {header.sequence} of leg {leg.key} from prefill rank {self._source} is corrupt"
@@ -80,7 +87,10 @@ class Placement:
         layout, store, box = self._owner.layout, self._owner.store, header.box
         first_head = layout.head_ranges[self._owner.rank][0]
         heads = (box.heads[0] - first_head, box.heads[1] - first_head)
-        shaped = payload.view(torch_dtype(header.dtype)).view(payload_shape(box, layout.head_dim)).to(store.device)
+        try:
+            shaped = decode(payload.to(store.device), box, layout.head_dim, header.dtype, header.codec, store.dtype)
+        except ValueError as error:
+            raise TransferFailed(f"frame {header.sequence} of leg {leg.key} cannot be decoded: {error}") from error
         with leg.lock:
             if problem := leg.handoff.problem(box):
                 raise TransferFailed(f"frame of leg {leg.key} refused: {problem}")

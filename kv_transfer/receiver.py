@@ -9,20 +9,26 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from ..proto.errors import TransferFailed
+from ..proto.errors import Exhausted, TransferFailed
 from ..proto.kv_layout import KVLayout, block_count
 from .block_store import BlockStore
+from .doorman import Doorman
 from .events import LegKey, ReceiveEvent
 from .handoff import ReceiveLeg
+from .handshake import checked_hello
 from .params import TransferParams
 from .placement import ExpectedLeg
 from .plan import Box
 from .receive_link import ReceiveLink
 from .ticket import TicketBook
+from .tls import server_context
+from .topology import place_here
+from .wire import Wire
 
 _log = logging.getLogger(__name__)
 _MAX_LINKS = 1024
@@ -34,8 +40,8 @@ class Receiver:
 
     For each expected leg, `on_event` gets at most one of RankComplete, ReceiveFailed before completion, and Abandoned;
     on rank 0 also FirstTokensArrived, and ReceiveFailed may follow RankComplete while those are missing. An event that
-    was already being delivered can still come after `forget`. Raises OSError when the host cannot be listened on and
-    ValueError for a rank that the layout lacks.
+    was already being delivered can still come after `forget`. Raises OSError when the host cannot be listened on,
+    ConfigError when a file of kv.tls cannot be used, and ValueError for a rank that the layout lacks.
     """
 
     def __init__(
@@ -59,21 +65,28 @@ class Receiver:
         self.incarnation = incarnation
         self.tickets = tickets
         self.on_event = on_event
-        self._changed = threading.Condition()
+        self.place = place_here(store.device.type)
+        self._lock = threading.Lock()
         self._legs: dict[LegKey, ExpectedLeg] = {}
-        self._forgotten: OrderedDict[LegKey, None] = OrderedDict()
+        self._forgotten: OrderedDict[LegKey, ExpectedLeg | None] = OrderedDict()  # those that were complete, and others
         self._links: set[ReceiveLink] = set()
         self._closed = False
-        self._listener = _listen(params.host)
-        host, port = self._listener.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._acceptor.start()
+        self._doorman = Doorman(params.host, server_context(params.tls), params.connect_timeout_s, self._greet)
+        self.address = self._doorman.address
 
-    def expect(self, leg: LegKey, nonce: bytes, blocks: Sequence[int], tokens: tuple[int, int]) -> None:
+    def expect(
+        self,
+        leg: LegKey,
+        nonce: bytes,
+        blocks: Sequence[int],
+        tokens: tuple[int, int],
+        *,
+        wants_first_tokens: bool = True,
+    ) -> None:
         """Place frames of this leg from now on: tokens [start, stop) of the sequence, all layers, this rank's heads.
 
-        `nonce` is that of the leg's ticket. `blocks[i]` holds sequence tokens [i * block_size, (i + 1) * block_size).
+        `nonce` is that of the leg's ticket; `wants_first_tokens`: on rank 0, the KV alone does not complete the leg.
+        `blocks[i]` holds sequence tokens [i * block_size, (i + 1) * block_size).
         Raises ValueError for a leg that is or was expected, a range that is negative, or too few blocks.
         """
         if not 0 <= tokens[0] <= tokens[1]:
@@ -81,33 +94,31 @@ class Receiver:
         if len(blocks) < block_count(tokens[1], self.layout.block_size):
             raise ValueError(f"{len(blocks)} blocks of {self.layout.block_size} for {tokens[1]} tokens")
         expected = Box(tokens, (0, self.layout.layers), self.layout.head_ranges[self.rank])
-        with self._changed:
+        with self._lock:
             if leg in self._legs or leg in self._forgotten:
                 raise ValueError(f"leg {leg} was expected before")
-            handoff = ReceiveLeg(expected, wants_first_tokens=self.rank == 0)
+            handoff = ReceiveLeg(expected, wants_first_tokens=wants_first_tokens and self.rank == 0)
             self._legs[leg] = ExpectedLeg(leg, nonce, tuple(blocks), handoff)
-            self._changed.notify_all()
 
     def forget(self, leg: LegKey) -> None:
         """Nothing is written to the leg's blocks after this has returned. No error for an unknown leg."""
-        with self._changed:
+        with self._lock:
             expected = self._legs.pop(leg, None)
-            self._forgotten[leg] = None
+            whole = expected is not None and expected.handoff.state == "complete"
+            self._forgotten[leg] = replace(expected, blocks=()) if whole and expected else self._forgotten.get(leg)
             while len(self._forgotten) > _REMEMBERED_LEGS:
                 self._forgotten.popitem(last=False)
-            self._changed.notify_all()
         if expected is not None:
             with expected.lock:
                 expected.handoff.end("forget")
 
     def close(self) -> None:
         """Stop listening, end all links and wait for their threads. No leg is written to afterwards."""
-        with self._changed:
+        self._doorman.close(self.params.connect_timeout_s)
+        with self._lock:
             self._closed = True
             links = list(self._links)
             legs = list(self._legs)
-        _shut(self._listener)
-        self._acceptor.join(self.params.frame_timeout_s)
         for leg in legs:
             self.forget(leg)
         for link in links:
@@ -115,74 +126,45 @@ class Receiver:
         for link in links:
             link.join(self.params.frame_timeout_s)
 
-    # From here on: called by links.
+    # From here on: called by links and the doorman.
 
-    def leg(self, key: LegKey, nonce: bytes) -> ExpectedLeg:
-        """The expected leg that a verified ticket is for.
+    def leg(self, key: LegKey, nonce: bytes) -> ExpectedLeg | None:
+        """The expected leg that a verified ticket is for; None when the worker's order has not come to this rank yet.
 
-        The ticket may be here before the worker's own order to this rank: waits a while for that. Raises
-        TransferFailed when the leg is over, never comes, or was reserved anew under another ticket.
+        One that was complete is known after `forget` too: the worker may have gone on before every source rank has
+        said that it is done. Raises TransferFailed when the leg is over, or was reserved anew under another ticket.
         """
-        deadline = time.monotonic() + self.params.frame_timeout_s / 2
-        with self._changed:
-            while key not in self._legs:
-                left = deadline - time.monotonic()
-                if key in self._forgotten or self._closed or left <= 0:
-                    raise TransferFailed(f"leg {key} is not expected here (any more)")
-                self._changed.wait(left)
-            expected = self._legs[key]
-        if expected.nonce != nonce:
+        with self._lock:
+            expected = self._legs.get(key) or self._forgotten.get(key)
+            if expected is None and (key in self._forgotten or self._closed):
+                raise TransferFailed(f"leg {key} is not expected here any more")
+        if expected is not None and expected.nonce != nonce:
             raise TransferFailed(f"the ticket for leg {key} is not the one of its reservation")
         return expected
 
     def known_leg(self, key: LegKey) -> ExpectedLeg | None:
         """The expected leg, if it is there now."""
-        with self._changed:
+        with self._lock:
             return self._legs.get(key)
 
     def link_ended(self, link: ReceiveLink) -> None:
         """A link's thread is about to end."""
-        with self._changed:
+        with self._lock:
             self._links.discard(link)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                _log.exception("accepting a KV link failed")
-                time.sleep(0.1)
-                continue
-            with self._changed:
-                welcome = not self._closed and len(self._links) < _MAX_LINKS
-                if welcome:
-                    link = ReceiveLink(self, connection)
-                    self._links.add(link)
-            if welcome:
-                link.start()
-            else:
-                connection.close()
-
-
-def _listen(host: str) -> socket.socket:
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(128)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _shut(listener: socket.socket) -> None:
-    """Close a listener and release a thread that waits in accept."""
-    try:
-        listener.shutdown(socket.SHUT_RDWR)
-    except OSError:  # some systems refuse this on a listener; closing is then enough
-        pass
-    finally:
-        listener.close()
+    def _greet(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        """Let a connection in that showed a valid ticket. Raises BatonError or WireError to refuse it."""
+        if hello["kind"] != "hello":
+            raise TransferFailed(f"a {hello['kind']} message came before the hello")
+        agreement = checked_hello(hello, self)
+        with self._lock:
+            if self._closed or len(self._links) >= _MAX_LINKS:
+                raise Exhausted(f"{_MAX_LINKS} links are open to this rank")
+            link = ReceiveLink(self, Wire(connection, self.params.connect_timeout_s), agreement)
+            self._links.add(link)
+        try:
+            link.start()
+        except RuntimeError:  # no more threads
+            self.link_ended(link)
+            connection.setblocking(False)
+            raise

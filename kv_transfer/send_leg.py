@@ -9,8 +9,17 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from .events import LegKey
+from .frames import FRAME_ALIGN, MAX_PARCEL_BYTES, MAX_PARCEL_FRAMES
 from .handoff import SendLeg
 from .plan import Box, Range, joined, length, pieces
+
+PARCELS, PARCELS_IN_PLACE = 20, 42  # announcements of a leg, about: with 4 messages each, and with 2 (shm)
+
+
+def worth_cells(due: int, cell_bytes: int, frame_bytes: int, parcels: int) -> int:
+    """How many cells of a part of `due` cells are worth an announcement: a frame, and one of `parcels` shares."""
+    enough = max(frame_bytes, due * cell_bytes // parcels)
+    return max(1, min(enough, MAX_PARCEL_BYTES - 3 * frame_bytes) // cell_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +47,9 @@ class LegPart:
     boxes: deque[Box] = field(default_factory=deque)
     cut: deque[Box] = field(default_factory=deque)  # the box that is being sent, in frames
     done_sent_at: float | None = None
+    held: bool = False  # until the decode rank expects the leg
+    worth: int = 0  # cells for which a message is worth sending while more are to come
+    step: int = 0  # cells of the last push of the engine
 
     @property
     def alive(self) -> bool:
@@ -46,8 +58,18 @@ class LegPart:
 
     @property
     def ready(self) -> bool:
-        """Whether a frame could be started."""
-        return self.alive and bool(self.boxes or self.cut)
+        """Whether frames should be started: enough is queued for them, or nothing (but the very last push) is missing.
+
+        The last push goes alone: what is left to send once everything is computed is what the request waits for.
+        """
+        if not self.alive or self.held or not (self.boxes or self.cut):
+            return False
+        return self.due - self.queued <= min(self.step, self.worth) or self.pending >= self.worth
+
+    @property
+    def pending(self) -> int:
+        """Cells that are queued and not taken."""
+        return sum(box.volume for box in self.boxes) + sum(box.volume for box in self.cut)
 
     @property
     def finished(self) -> bool:
@@ -65,6 +87,7 @@ class LegPart:
         tokens = (max(tokens[0], self.leg.needed[0]), min(tokens[1], self.leg.needed[1]))
         if length(tokens) <= 0 or length(layers) <= 0:
             return
+        before = self.queued
         for heads in self.heads:
             box = Box(tokens, layers, heads)
             self.queued += box.volume
@@ -74,12 +97,34 @@ class LegPart:
                     break
             else:
                 self.boxes.append(box)
+        self.step = self.queued - before
+        while len(self.boxes) > 1 and (both := joined(self.boxes[-2], self.boxes[-1])) is not None:
+            self.boxes.pop()  # a chunk has all its layers now, like the one before
+            self.boxes[-1] = both
 
     def take(self, cell_bytes: int, frame_bytes: int) -> Box:
         """The next frame's box, of those that are `ready`."""
         if not self.cut:
             self.cut.extend(pieces(self.boxes.popleft(), cell_bytes, frame_bytes))
         return self.cut.popleft()
+
+    def take_parcel(self, cell_bytes: int, frame_bytes: int, limit_bytes: int) -> list[Box]:
+        """The boxes of frames to announce together, of what is `ready`: about as much as is worth a message."""
+        taken = [self.take(cell_bytes, frame_bytes)]
+        cells = taken[0].volume
+        while cells < self.worth and len(taken) < MAX_PARCEL_FRAMES and (self.boxes or self.cut):
+            box = self.take(cell_bytes, frame_bytes)
+            cells += box.volume
+            if cells * cell_bytes + (len(taken) + 1) * FRAME_ALIGN > limit_bytes:
+                self.cut.appendleft(box)
+                break
+            taken.append(box)
+        return taken
+
+    @property
+    def last_taken(self) -> bool:
+        """Whether `take` has given out the leg's last frame."""
+        return self.queued == self.due and not (self.boxes or self.cut)
 
     def drop(self) -> None:
         """Forget what is queued."""

@@ -10,28 +10,33 @@ import contextlib
 import logging
 import os
 import select
+import ssl
 import threading
 import time
 from collections import deque
 from typing import Any, Protocol
 
 from ..proto.errors import BatonError, InternalError, TransferFailed, from_wire
-from .carriers import INLINE, Carrier, InlineCarrier, Rendezvous, chosen
+from .canary import send_canary
+from .carrier_build import build_carrier
+from .carriers import INLINE, Carrier, InlineCarrier
+from .codec import wire_cell_bytes, wire_dtype
 from .events import LegKey
-from .frames import cell_bytes
-from .params import TransferParams
-from .send_leg import LegPart
+from .frames import MAX_FRAME_TARGET
+from .handshake import HelloSender, say_hello
+from .send_leg import PARCELS, PARCELS_IN_PLACE, LegPart, worth_cells
 from .send_window import SendWindow, WindowOwner
-from .wire import VERSION, Wire, WireError, field, leg_of
+from .ticket import Ticket
+from .wire import Wire, WireError, field, leg_of
 
 _log = logging.getLogger(__name__)
 
 
-class LinkOwner(WindowOwner, Protocol):
+class LinkOwner(WindowOwner, HelloSender, Protocol):
     """What a link needs of its sender."""
 
     @property
-    def params(self) -> TransferParams: ...
+    def tls(self) -> ssl.SSLContext | None: ...
     @property
     def lock(self) -> threading.Lock:
         """Guards legs, parts and every link's queues."""
@@ -45,8 +50,16 @@ class LinkOwner(WindowOwner, Protocol):
         """Take an idle link out of use, unless a leg was just added: then False."""
         ...
 
+    def unused(self, link: SendLink) -> None:
+        """The link has nothing to do for a moment."""
+        ...
+
     def link_ended(self, link: SendLink, error: BatonError) -> None:
-        """The link is gone; its legs cannot go on."""
+        """The link is of no use any more; its legs cannot go on."""
+        ...
+
+    def link_closed(self, link: SendLink) -> None:
+        """Its descriptors are closed."""
         ...
 
 
@@ -59,20 +72,25 @@ class SendLink:
         self._owner = owner
         self._params = owner.params
         self._ticket = ticket
-        self._cell_bytes = cell_bytes(owner.layout.head_dim, owner.layout.dtype)
+        self._dtype = wire_dtype(owner.layout.dtype, Ticket.unpack(ticket).layout.dtype, owner.params.wire)
+        self._cell_bytes = wire_cell_bytes(owner.layout.head_dim, self._dtype, owner.params.wire)
+        self._frame_bytes = min(owner.params.frame_bytes, MAX_FRAME_TARGET)
+        self._parcels = PARCELS
         self._wire: Wire | None = None
         self._outbox: deque[tuple[str, dict[str, Any]]] = deque()
         self._ready: deque[LegPart] = deque()  # parts that may have something to send, each once
         self._stopped = False
-        self._busy_at = time.monotonic()
+        self._busy_at = self.used_at = time.monotonic()  # used: when a leg last needed it
+        self._window: SendWindow | None = None
+        self._clocks_at = 0.0  # when they were last looked at
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{address}", daemon=True)
 
     @property
     def idle(self) -> bool:
-        """Whether no leg needs the link."""
-        return not (self.parts or self._outbox)
+        """Whether no leg needs the link, nor has a frame on its way."""
+        return not (self.parts or self._outbox or (self._window is not None and self._window.busy))
 
     def start(self) -> None:
         """Begin to dial."""
@@ -83,6 +101,7 @@ class SendLink:
         if not self.parts:
             self._busy_at = time.monotonic()
         self.parts[part.leg.key] = part
+        part.worth = worth_cells(part.due, self._cell_bytes, self._frame_bytes, self._parcels)
         self.post("open", leg=part.leg.key, ticket=ticket)
 
     def post(self, kind: str, **fields: Any) -> None:
@@ -100,6 +119,7 @@ class SendLink:
         """Start no more frames of this part."""
         part.drop()
         self.parts.pop(part.leg.key, None)
+        self.used_at = time.monotonic()
         with contextlib.suppress(ValueError):
             self._ready.remove(part)
 
@@ -120,9 +140,10 @@ class SendLink:
 
     def _run(self) -> None:
         error: BatonError = TransferFailed("the link was closed")
-        window: SendWindow | None = None
         try:
             wire, window = self._connect()
+            self._window = window
+            self._use(window)
             while not self._stopped and not self._idle_too_long(wire, window):
                 self._turn(wire, window)
         except WireError as fault:
@@ -133,52 +154,59 @@ class SendLink:
             _log.exception("the link to %s failed", self.key[0])
             error = InternalError(f"link to {self.key[0]}: {fault}")
         self._owner.link_ended(self, error)
-        if window is not None:
-            window.close()
+        if self._window is not None:
+            self._window.close()
         with self._owner.lock:
             if self._wire is not None:
                 self._wire.close()
             os.close(self._wake_write)
             self._wake_write = -1
         os.close(self._wake_read)
+        self._owner.link_closed(self)
+
+    def _use(self, window: SendWindow) -> None:
+        """The carrier is known now: where announcements cost less there may be more, and buffers are smaller."""
+        with self._owner.lock:
+            self._parcels = PARCELS_IN_PLACE if window.in_place else PARCELS
+            for part in self.parts.values():
+                part.worth = worth_cells(part.due, self._cell_bytes, self._frame_bytes, self._parcels)
+                self.offer(part)
 
     def _connect(self) -> tuple[Wire, SendWindow]:
         """Dial, shake hands, build the carrier. Raises WireError, or what the decode rank refused with."""
         params = self._params
-        wire = Wire.connect(self.key[0], params.connect_timeout_s)
+        wire = Wire.connect(self.key[0], params.connect_timeout_s, self._owner.tls)
         with self._owner.lock:
             self._wire = wire
-        wanted = chosen(params.transport)
-        wire.send(
-            "hello",
-            version=VERSION,
-            ticket=self._ticket,
-            layout=self._owner.layout.pack(),
-            rank=self._owner.rank,
-            incarnation=self.key[1],
-            carrier=wanted,
-            checksum=params.checksum,
-        )
-        answer = wire.receive()
-        kind = answer["kind"] if isinstance(answer, dict) else "payload"
-        if not isinstance(answer, dict) or kind not in ("welcome", "refused"):
-            raise WireError(f"a {kind} message came before the handshake")
-        if kind == "refused":
-            raise from_wire(field(answer, "code", str), field(answer, "message", str))
+        welcome = say_hello(wire, self._owner, self.key[1], self._ticket)
         wire.limit_s = params.frame_timeout_s
-        carrier = self._carrier(wire, wanted, field(answer, "carrier", str))
-        checked = params.checksum or field(answer, "checksum", bool)
-        return wire, SendWindow(self._owner, wire, carrier, checked, params.max_outstanding)
+        carrier = self._proved(wire, self._carrier(wire, welcome.carrier), welcome.nonce)
+        return wire, SendWindow(
+            self._owner, wire, carrier, welcome.checked, params.max_outstanding, self._dtype, params.wire
+        )
 
-    def _carrier(self, wire: Wire, wanted: str, agreed: str) -> Carrier:
-        if agreed not in (wanted, INLINE):
-            raise WireError(f"the peer chose carrier {agreed!r}")
-        if agreed != INLINE:
-            built, reason = Rendezvous(wire, agreed, 0, self._params.host, self._params.frame_timeout_s / 2).run()
-            if built is not None:
-                return built
+    def _carrier(self, wire: Wire, agreed: str) -> Carrier:
+        carrier, reason = build_carrier(agreed, wire, 0, self._params)
+        if reason:
             _log.warning("the link to %s stays inline: %s", self.key[0], reason)
-        return InlineCarrier(wire)
+        return carrier
+
+    def _proved(self, wire: Wire, carrier: Carrier, nonce: bytes) -> Carrier:
+        """The carrier, or inline in its place, after it brought the canary over unharmed. Raises TransferFailed."""
+        what = (nonce, self._owner.layout.head_dim, self._dtype, self._params.wire)
+        try:
+            reason = send_canary(wire, carrier, *what)
+            if reason and carrier.name != INLINE:
+                _log.warning("the link to %s goes on inline: %s", self.key[0], reason)
+                carrier.close()
+                carrier = InlineCarrier(wire)
+                reason = send_canary(wire, carrier, *what)
+        except BaseException:
+            carrier.close()
+            raise
+        if reason:
+            raise TransferFailed(f"link to {self.key[0]} refused: {reason}")
+        return carrier
 
     def _turn(self, wire: Wire, window: SendWindow) -> None:
         """Do one thing: read a message, or write one, or wait for either."""
@@ -191,15 +219,19 @@ class SendLink:
     def _check_clocks(self, wire: Wire, window: SendWindow) -> None:
         """Heartbeat, and the limits on silence and on the oldest frame. Raises WireError."""
         now, limit = time.monotonic(), self._params.frame_timeout_s
+        if now - self._clocks_at < limit / 64:
+            return
+        self._clocks_at = now
         with self._owner.lock:
             ending = [part.done_sent_at for part in self.parts.values() if part.done_sent_at is not None]
             if not (self.parts or window.busy):
                 return
-        window.check(now, limit)
+        if window.busy:
+            window.check(now, limit)
+        elif now - max(wire.last_received, self._busy_at) > limit:
+            raise WireError(f"nothing from the decode rank for {limit:g} s")
         if ending and not window.busy and now - min(ending) > limit:
             raise WireError(f"no answer to the end of a leg for {limit:g} s")
-        if now - max(wire.last_received, self._busy_at) > limit:
-            raise WireError(f"nothing from the decode rank for {limit:g} s")
         if now - wire.last_sent > limit / 4:
             wire.send("beat")
 
@@ -218,17 +250,19 @@ class SendLink:
         return True
 
     def _announce(self, window: SendWindow) -> bool:
-        """Start one frame; legs take turns."""
+        """Start a few frames; legs take turns."""
         if not window.room:
             return False
         with self._owner.lock:
             if not self._ready:
                 return False
             part = self._ready.popleft()
-            box = part.take(self._cell_bytes, self._params.frame_bytes)
+            if not part.ready:  # held meanwhile
+                return True
+            boxes = part.take_parcel(self._cell_bytes, self._frame_bytes, window.largest)
             if part.ready:
                 self._ready.append(part)
-        window.announce(part, box)
+        window.announce(part, boxes)
         return True
 
     def _send_done(self, wire: Wire, window: SendWindow) -> bool:
@@ -253,6 +287,11 @@ class SendLink:
             if part is not None:
                 window.forget(part.leg.key)
                 self._owner.part_acknowledged(part)
+        elif kind == "expected":
+            with self._owner.lock:
+                if part is not None:
+                    part.held = False
+                    self.offer(part)
         elif kind == "leg_refused":
             reason = from_wire(field(message, "code", str), field(message, "message", str))
             self._owner.leg_failed(leg_of(message), reason)
@@ -263,6 +302,8 @@ class SendLink:
         """Sleep until there is a message, a wake-up, or a clock to look at."""
         with self._owner.lock:
             busy = bool(self.parts) or window.busy
+        if not busy:
+            self._owner.unused(self)
         poll = select.poll()
         poll.register(wire, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)

@@ -1,7 +1,8 @@
 """A prefill rank's end: takes what the engine computed, and has its links push it to the decode ranks that need it.
 
 No method blocks on the network; each only changes state under one lock and wakes a link's thread. The pool's blocks
-are the queue: `computed` notes ranges, and a link gathers them when it is their turn.
+are the queue: `computed` notes ranges, and a link gathers them when it is their turn. A leg that finds no place for a
+link waits in line, at most for as long as its ticket lives.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from ..proto.errors import BatonError, Incompatible, InternalError, TransferFailed
 from ..proto.kv_layout import KVLayout, block_count
@@ -16,13 +19,26 @@ from .block_store import BlockStore
 from .compat import differences
 from .events import LegKey, SendEvent, SendFailed, Sent
 from .handoff import SendLeg
+from .link_pool import LinkKey, LinkPool
 from .params import TransferParams
-from .plan import length, shares
+from .plan import Box, length, shares
 from .send_leg import LegPart, SendingLeg
 from .send_link import SendLink
 from .ticket import Ticket
+from .tls import client_context
+from .topology import place_here
 
-_Notice = tuple[SendLink, LegPart]
+
+@dataclass(slots=True, eq=False)
+class _OpenLeg:
+    """A leg that has not come to its end."""
+
+    sending: SendingLeg
+    ticket: bytes
+    keys: list[LinkKey]  # the link of each part
+    deadline: float  # for having links
+    links: list[SendLink] = field(default_factory=list)  # of each part; empty while it waits for them
+    abandoned: bool = False  # while it waited: only that is left to say
 
 
 class Sender:
@@ -46,17 +62,22 @@ class Sender:
         self.store = store
         self.layout = layout
         self.rank = rank
+        self.place = place_here(store.device.type)
+        self.tls = client_context(params.tls)
         self.lock = threading.Lock()
         self._on_event = on_event
-        self._links: dict[tuple[str, str], SendLink] = {}
-        self._legs: dict[LegKey, tuple[SendingLeg, list[_Notice]]] = {}
+        self._pool: LinkPool[SendLink] = LinkPool(params.max_links)
+        self._legs: dict[LegKey, _OpenLeg] = {}
+        self._line: dict[LegKey, _OpenLeg] = {}  # those without links, first come first served
+        self._line_changed = threading.Condition(self.lock)
+        self._watcher: threading.Thread | None = None  # of the line's deadlines; while there is a line
         self._closed = False
 
     @property
     def open_links(self) -> list[str]:
         """Addresses of the decode ranks to which a link is open."""
         with self.lock:
-            return [address for address, _ in self._links]
+            return [address for address, _ in self._pool.keys]
 
     def open(self, leg: LegKey, ticket: bytes, blocks: Sequence[int], prompt_tokens: int) -> None:
         """Begin a leg: `blocks[i]` holds (or will hold) prompt tokens [i * block_size, (i + 1) * block_size).
@@ -74,21 +95,18 @@ class Sender:
             now = time.monotonic()
             self._on_event(Sent(leg, 0, 0, now, now))
             return
-        fresh = []
+        keys = [(wanted.addresses[part.decode_rank], wanted.incarnation) for part in sending.parts]
+        if len(keys) > self.params.max_links:
+            self._on_event(SendFailed(leg, InternalError(f"needs {len(keys)} links, more than kv.max_links")))
+            return
+        opened = _OpenLeg(sending, ticket, keys, time.monotonic() + wanted.lifetime_s)
         with self.lock:
             refused = self._closed or leg in self._legs
             if not refused:
-                notices: list[_Notice] = []
-                for part in sending.parts:
-                    key = (wanted.addresses[part.decode_rank], wanted.incarnation)
-                    if key not in self._links:
-                        self._links[key] = SendLink(self, *key, ticket)
-                        fresh.append(self._links[key])
-                    self._links[key].add(part, ticket)
-                    notices.append((self._links[key], part))
-                self._legs[leg] = (sending, notices)
-        for link in fresh:
-            link.start()
+                self._legs[leg] = self._line[leg] = opened
+                self._admit()
+                if self._line:
+                    self._watch()
         if refused:
             self._on_event(SendFailed(leg, TransferFailed("the sender is closed, or the leg was opened before")))
 
@@ -98,17 +116,19 @@ class Sender:
         Each cell must be named once. A leg that is not open (any more) is no error.
         """
         with self.lock:
-            for link, part in self._notices(leg):
+            for part, link in self._parts(leg):
                 part.queue(tokens, layers)
-                link.offer(part)
+                if link is not None:
+                    link.offer(part)
 
     def finish(self, leg: LegKey, first_tokens: bytes) -> None:
         """What decode rank 0 shall get with the end of the leg. Needed on prefill rank 0, without effect elsewhere."""
         with self.lock:
-            for link, part in self._notices(leg):
+            for part, link in self._parts(leg):
                 if part.wants_first_tokens:
                     part.first_tokens = first_tokens
-                    link.offer(part)
+                    if link is not None:
+                        link.offer(part)
 
     def abandon(self, leg: LegKey) -> None:
         """The first token ended the request: send no more, and tell the decode ranks so. No event follows."""
@@ -123,11 +143,15 @@ class Sender:
         with self.lock:
             self._closed = True
             self._legs.clear()
-            links = list(self._links.values())
+            self._line.clear()
+            self._line_changed.notify_all()
+            links, watcher = self._pool.all, self._watcher
             for link in links:
                 link.stop()
         for link in links:
             link.join(self.params.frame_timeout_s)
+        if watcher is not None:
+            watcher.join(self.params.frame_timeout_s)
 
     # From here on: called by links.
 
@@ -146,17 +170,27 @@ class Sender:
             part.leg.handoff.bytes += size
             part.leg.handoff.frames += 1
 
+    def frame_postponed(self, part: LegPart, box: Box) -> None:
+        """The decode rank does not expect the leg yet: announce the frame again once it says so."""
+        with self.lock:
+            if part.alive:
+                part.held = True
+                part.cut.appendleft(box)
+
     def part_acknowledged(self, part: LegPart) -> None:
         """A decode rank has everything."""
         with self.lock:
-            link = next((link for link, other in self._notices(part.leg.key) if other is part), None)
+            link = next((link for other, link in self._parts(part.leg.key) if other is part), None)
             if link is None:
                 return
             link.remove(part)
             leg = part.leg.handoff
-            if not leg.acknowledged(part.decode_rank):
-                return
-            self._legs.pop(part.leg.key)
+            over = leg.acknowledged(part.decode_rank)
+            if over:
+                self._legs.pop(part.leg.key)
+            self._admit()
+        if not over:
+            return
         now = time.monotonic()
         self._on_event(Sent(part.leg.key, leg.bytes, leg.frames, leg.started_at or now, now))
 
@@ -165,28 +199,87 @@ class Sender:
         if self._end(key, "fail", code=error.code, message=error.message):
             self._on_event(SendFailed(key, error))
 
+    def unused(self, link: SendLink) -> None:
+        """The link has nothing to do for a moment: somebody may wait for its place."""
+        with self.lock:
+            self._admit()
+
     def retire(self, link: SendLink) -> bool:
         """Take an idle link out of use."""
         with self.lock:
             if not link.idle:
                 return False
-            self._forget_link(link)
+            self._pool.leave(link)
             return True
 
     def link_ended(self, link: SendLink, error: BatonError) -> None:
-        """The link is gone: so are its legs."""
+        """The link is of no use any more: neither are its legs."""
         with self.lock:
-            self._forget_link(link)
+            self._pool.leave(link)
             keys = list(link.parts)
         for key in keys:
             self.leg_failed(key, error)
 
-    def _forget_link(self, link: SendLink) -> None:
-        if self._links.get(link.key) is link:
-            del self._links[link.key]
+    def link_closed(self, link: SendLink) -> None:
+        """The link's descriptors are closed: its place is free."""
+        with self.lock:
+            self._pool.gone(link)
+            self._admit()
 
-    def _notices(self, leg: LegKey) -> list[_Notice]:
-        return self._legs[leg][1] if leg in self._legs else []
+    def _admit(self) -> None:
+        """Give the first in line their links, for as long as there is room. With the lock held."""
+        while self._line and not self._closed:
+            key, leg = next(iter(self._line.items()))
+            got = self._pool.obtain(leg.keys, partial(self._link, leg.ticket))
+            if got is None:
+                return
+            links, fresh = got
+            del self._line[key]
+            self._line_changed.notify_all()
+            leg.links = [links[link] for link in leg.keys]
+            for part, link in zip(leg.sending.parts, leg.links, strict=True):
+                link.add(part, leg.ticket)
+                link.offer(part)
+                if leg.abandoned:
+                    link.remove(part)
+                    link.post("abandon", leg=key)
+            for link in fresh:
+                link.start()
+
+    def _link(self, ticket: bytes, key: LinkKey) -> SendLink:
+        address, incarnation = key
+        return SendLink(self, address, incarnation, ticket)
+
+    def _watch(self) -> None:
+        """Have somebody look at the deadlines of those in line. With the lock held."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._expire, name="kv-line", daemon=True)
+            self._watcher.start()
+
+    def _expire(self) -> None:
+        """Fail legs whose ticket dies while they wait for a link; ends with the line."""
+        while True:
+            with self.lock:
+                now = time.monotonic()
+                late = [key for key, leg in self._line.items() if leg.deadline <= now]
+                if not late:
+                    if not self._line:
+                        self._watcher = None
+                        return
+                    self._line_changed.wait(min(leg.deadline for leg in self._line.values()) - now)
+                for key in late:
+                    del self._line[key]
+            for key in late:
+                limit = self.params.max_links
+                self.leg_failed(key, TransferFailed(f"none of {limit} links (kv.max_links) became free in time"))
+
+    def _parts(self, leg: LegKey) -> list[tuple[LegPart, SendLink | None]]:
+        """Each part with its link, if the leg has its links already."""
+        opened = self._legs.get(leg)
+        if opened is None:
+            return []
+        links: Sequence[SendLink | None] = opened.links or [None] * len(opened.sending.parts)
+        return list(zip(opened.sending.parts, links, strict=True))
 
     def _withdraw(self, leg: LegKey, event: str) -> None:
         self._end(leg, event)
@@ -194,12 +287,20 @@ class Sender:
     def _end(self, key: LegKey, event: str, **fields: str) -> bool:
         """Apply a terminal event; False when the leg had ended before."""
         with self.lock:
-            leg, notices = self._legs.pop(key, (None, []))
-            if leg is None or not leg.handoff.end(event):
+            parts = self._parts(key)
+            leg = self._legs.pop(key, None)
+            if leg is None or not leg.sending.handoff.end(event):
                 return False
-            for link, part in notices:
-                link.remove(part)
-                link.post(event, leg=key, **fields)
+            leg.abandoned = event == "abandon"
+            if not leg.abandoned:
+                self._line.pop(key, None)
+            for part, link in parts:
+                part.drop()
+                if link is not None:
+                    link.remove(part)
+                    link.post(event, leg=key, **fields)
+            self._admit()
+            self._line_changed.notify_all()
             return True
 
     def _checked(self, leg: LegKey, ticket: bytes, blocks: Sequence[int], prompt_tokens: int) -> Ticket:

@@ -7,23 +7,31 @@ and write has a deadline. One thread uses a `Wire`; only `interrupt` may be call
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
+import ssl
 import struct
+import sys
+import termios
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import msgpack
 
+from ..proto.failpoints import armed, dial, reach
+
 VERSION = 1
 MAX_CONTROL_BYTES = 256 << 10
-MAX_PAYLOAD_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 128 << 20
 
 _PREFIX = struct.Struct("!3sBI")  # magic, kind, length
 _MAGIC = b"bKV"
 _CONTROL, _PAYLOAD = 1, 2
 _AHEAD_BYTES = 4096
+_PROGRESS_BYTES = 1 << 18  # so much within the limit is progress
+PREFIX_BYTES = _PREFIX.size
 
 
 class WireError(Exception):
@@ -51,14 +59,17 @@ class Wire:
         self.last_sent = self.last_received = time.monotonic()
 
     @staticmethod
-    def connect(address: str, limit_s: float) -> Wire:
-        """Dial host:port within `limit_s`, which also becomes the wire's limit. Raises WireError."""
+    def connect(address: str, limit_s: float, tls: ssl.SSLContext | None = None) -> Wire:
+        """Dial host:port within `limit_s`, which also becomes the wire's limit. Raises WireError.
+
+        With `tls` everything goes through it.
+        """
         host, _, port = address.rpartition(":")
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), limit_s)
+            connection = dial("kv.dial", (host.strip("[]"), int(port)), limit_s)
         except (OSError, ValueError, OverflowError) as error:
             raise WireError(f"no connection to {address}: {error}") from error
-        return Wire(connection, limit_s)
+        return Wire(connection if tls is None else _secured(connection, tls, limit_s), limit_s)
 
     @property
     def limit_s(self) -> float:
@@ -76,18 +87,33 @@ class Wire:
 
     def readable(self, wait_s: float) -> bool:
         """Whether a message (or the end) has begun to arrive within `wait_s`."""
-        return self._start < self._stop or bool(self._poll.poll(max(0.0, wait_s) * 1000))
+        return self._start < self._stop or self._decrypted() or bool(self._poll.poll(max(0.0, wait_s) * 1000))
+
+    def peer_gone(self) -> bool:
+        """Whether the peer has closed its end. Never blocks; another thread may ask while the wire is open."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def unsent(self) -> int:
+        """Bytes that were written and have not reached the peer's machine."""
+        with contextlib.suppress(OSError):
+            return int.from_bytes(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return 0
 
     def send(self, kind: str, **fields: Any) -> None:
         """Write one control message. Raises WireError."""
-        data = msgpack.packb({"kind": kind, **fields})
-        if len(data) > MAX_CONTROL_BYTES:
-            raise WireError(f"a {kind} message of {len(data)} bytes is larger than {MAX_CONTROL_BYTES}")
-        self._write(_PREFIX.pack(_MAGIC, _CONTROL, len(data)) + data)
+        self._write(packed(kind, **fields))
 
     def send_payload(self, payload: memoryview) -> None:
         """Write a payload of flat bytes. Raises WireError."""
-        self._write(_PREFIX.pack(_MAGIC, _PAYLOAD, len(payload)), payload)
+        head = _PREFIX.pack(_MAGIC, _PAYLOAD, len(payload))
+        if armed("prefill.half_payload"):
+            middle = len(payload) // 2
+            self._write(head, payload[:middle])
+            reach("prefill.half_payload")
+            head, payload = payload[middle:].tobytes(), payload[:0]
+        self._write(head, payload)
 
     def receive(self) -> dict[str, Any] | Payload:
         """The next control message (a map with a text under "kind"), or the announcement of a payload.
@@ -105,16 +131,18 @@ class Wire:
             return Payload(size)
         data = bytearray(size)
         self.receive_into(memoryview(data))
-        return _parse(data)
+        return control_message(data)
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill `view` (flat bytes). Raises WireError."""
+        """Fill `view` (flat bytes), however long that takes while it goes on. Raises WireError."""
         deadline = time.monotonic() + self._limit_s
-        got = 0
+        got = counted = 0
         try:
             while got < len(view):
                 if self._start == self._stop:
                     got += self._read(view[got:])
+                    if got - counted >= _PROGRESS_BYTES:
+                        counted, deadline = got, time.monotonic() + self._limit_s
                     if time.monotonic() > deadline and got < len(view):
                         raise TimeoutError
                 count = min(self._stop - self._start, len(view) - got)
@@ -126,6 +154,10 @@ class Wire:
         except OSError as error:
             raise WireError(f"the link broke: {error}") from error
         self.last_received = time.monotonic()
+
+    def _decrypted(self) -> bool:
+        """Whether TLS holds bytes that polling the descriptor does not show."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def _read(self, view: memoryview) -> int:
         """One read: straight into a large `view`, else into the read-ahead. Bytes that went into `view`."""
@@ -141,7 +173,8 @@ class Wire:
     def interrupt(self) -> None:
         """End the link from any thread: reads and writes in progress raise WireError."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # not SSLSocket's own: that would make a write in progress go on in plain
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket."""
@@ -150,13 +183,17 @@ class Wire:
 
     def _write(self, head: bytes, body: memoryview | None = None) -> None:
         try:
-            if body is None:
+            if body is None or isinstance(self._socket, ssl.SSLSocket):
                 self._socket.sendall(head)
+                for start in range(0, len(body or b""), _PROGRESS_BYTES):  # the limit is for each call
+                    self._socket.sendall((body or b"")[start : start + _PROGRESS_BYTES])
             else:
                 sent = self._socket.sendmsg([head, body]) - len(head)
                 if sent < 0:
                     self._socket.sendall(head[sent:])
-                self._socket.sendall(body[max(sent, 0) :])
+                    sent = 0
+                while sent < len(body):
+                    sent += self._socket.send(body[sent:])
         except TimeoutError as error:
             raise WireError(f"the peer takes nothing for {self._limit_s:g} s") from error
         except OSError as error:
@@ -164,7 +201,34 @@ class Wire:
         self.last_sent = time.monotonic()
 
 
-def _parse(data: bytearray) -> dict[str, Any]:
+def _secured(connection: socket.socket, tls: ssl.SSLContext, limit_s: float) -> ssl.SSLSocket:
+    """The same connection after a handshake within the limit. Raises WireError, also where the peer has no TLS."""
+    connection.settimeout(limit_s)
+    try:
+        return tls.wrap_socket(connection)
+    except (OSError, ValueError) as error:
+        connection.close()
+        raise WireError(f"no TLS with the peer (has it kv.tls, from the same ca?): {error}") from error
+
+
+def packed(kind: str, **fields: Any) -> bytes:
+    """One control message as it travels. Raises WireError for one that is too large."""
+    data = msgpack.packb({"kind": kind, **fields})
+    if len(data) > MAX_CONTROL_BYTES:
+        raise WireError(f"a {kind} message of {len(data)} bytes is larger than {MAX_CONTROL_BYTES}")
+    return _PREFIX.pack(_MAGIC, _CONTROL, len(data)) + bytes(data)
+
+
+def control_size(prefix: bytes) -> int:
+    """How many bytes follow the prefix of a control message. Raises WireError for any other prefix."""
+    magic, kind, size = _PREFIX.unpack(prefix)
+    if magic != _MAGIC or kind != _CONTROL or size > MAX_CONTROL_BYTES:
+        raise WireError("the peer does not speak this protocol")
+    return int(size)
+
+
+def control_message(data: bytearray) -> dict[str, Any]:
+    """The body of a control message: a map with a text under "kind". Raises WireError."""
     try:
         message = msgpack.unpackb(data)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:

@@ -43,6 +43,24 @@ class CancelTransfer:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectPrefix:
+    """Be ready to receive tokens [start, stop), on all ranks, and ask the leg's decode worker for them."""
+
+    session: int
+    leg: LegKey
+    blocks: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPrefix:
+    """Receive nothing of this leg any more, on all ranks."""
+
+    leg: LegKey
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """An event for the session's router."""
 
@@ -50,7 +68,7 @@ class Tell:
     event: pb.WorkerEvent
 
 
-Effect = OpenTransfer | FinishTransfer | AbandonTransfer | CancelTransfer | Tell
+Effect = OpenTransfer | FinishTransfer | AbandonTransfer | CancelTransfer | ExpectPrefix | ForgetPrefix | Tell
 
 
 def failed(key: LegKey, error: BatonError) -> pb.WorkerEvent:
@@ -64,3 +82,8 @@ def failed(key: LegKey, error: BatonError) -> pb.WorkerEvent:
             retry_after_s=error.retry_after_s,
         )
     )
+
+
+def unsent(key: LegKey, error: BatonError) -> pb.WorkerEvent:
+    """The end of a transfer that brought nothing to its end; the blocks are kept."""
+    return pb.WorkerEvent(unsent=pb.Unsent(leg=ref_of(key), code=error.code, message=error.message))

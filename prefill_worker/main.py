@@ -14,16 +14,15 @@ from ..engine.channel import FollowerChannel, LeaderChannel, Message, RankLost
 from ..engine.rank_start import RankParams, await_followers, start_follower, start_leader
 from ..engine.runner import Runner
 from ..engine.step import unpack_plan
-from ..kv_transfer.events import SendEvent, Sent
-from ..kv_transfer.sender import Sender
+from ..kv_transfer.ends import Ends, News, message_of
 from ..proto import worker_pb2 as pb
 from ..proto.session_server import SessionParams
 from ..proto.worker_serve import Stop, serve_worker
-from .effects import OpenTransfer
-from .legs import PrefillLegs
+from .effects import ExpectPrefix, OpenTransfer
+from .legs import PrefillLegs, Rules
 from .params import PrefillParams
 from .scheduler import PrefillScheduler
-from .worker import PrefillEngine, open_transfer, push_layers
+from .worker import PrefillEngine, expect_prefix, open_transfer, push_layers
 
 _POLL_S = 0.2
 
@@ -38,13 +37,16 @@ def run_leader(params: PrefillParams, report: Report, stop: Stop) -> None:
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     runner, channel = start_leader(params.engine, _ranks(params), inbox.put, inbox.put, report)
     try:
-        sender = Sender(params.transfer, runner.kv, runner.layout, 0, inbox.put)
+        ends = _ends(params, runner, 0, inbox.put)
         try:
-            await_followers(inbox, params.engine.tensor_parallel, params.start_timeout_s)
+            ready = await_followers(inbox, params.engine.tensor_parallel, params.start_timeout_s)
+            addresses = (ends.receiver.address, *(ready[rank]["address"] for rank in sorted(ready)))
+            issue = ends.issuer(addresses, params.fetch_timeout_s)
             runner.warm_up()
-            _serve(params, runner, sender, channel, inbox, report, stop)
+            engine = PrefillEngine(runner, ends.sender, ends.receiver, channel, issue, _book(params, runner), inbox)
+            _serve(params, runner, engine, channel, inbox, report, stop)
         finally:
-            sender.close()
+            ends.close()
     except RankLost:
         if not stop.is_set():  # at the end the ranks leave in any order
             raise
@@ -53,18 +55,21 @@ def run_leader(params: PrefillParams, report: Report, stop: Stop) -> None:
             channel.close()
 
 
+def _book(params: PrefillParams, runner: Runner) -> PrefillLegs:
+    pool = BlockPool(runner.blocks, params.engine.block_size, params.engine.prefix_cache)
+    rules = Rules(params.commit_timeout_s, params.fetch_min_tokens, params.fetch_timeout_s)
+    return PrefillLegs(pool, PrefillScheduler(params.max_batch_tokens), params.engine.tensor_parallel, rules)
+
+
 def _serve(
     params: PrefillParams,
     runner: Runner,
-    sender: Sender,
+    engine: PrefillEngine,
     channel: LeaderChannel | None,
     inbox: queue.SimpleQueue[object],
     report: Report,
     stop: Stop,
 ) -> None:
-    pool = BlockPool(runner.blocks, params.engine.block_size, params.engine.prefix_cache)
-    legs = PrefillLegs(pool, PrefillScheduler(params.max_batch_tokens), params.engine.tensor_parallel)
-    engine = PrefillEngine(runner, sender, channel, legs, inbox)
     clocks = SessionParams(params.heartbeat_s, params.dead_after_s)
     asyncio.run(serve_worker(engine, inbox, clocks, _welcome(params, runner), params.host, params.port, report, stop))
     if channel is not None:
@@ -89,13 +94,13 @@ def _welcome(params: PrefillParams, runner: Runner) -> pb.Welcome:
 def run_follower(params: PrefillParams, rank: int, leader_address: str, stop: Stop) -> None:
     """Rank `rank` > 0, until the leader says so, or `stop`. Raises RankLost when the leader is gone, ConfigError."""
     runner, channel = start_follower(params.engine, _ranks(params), rank, leader_address)
-    sender = Sender(params.transfer, runner.kv, runner.layout, rank, lambda event: _tell_leader(channel, event))
+    ends = _ends(params, runner, rank, lambda news: _tell_leader(channel, news))
     ended = threading.Event()
     watcher = threading.Thread(target=_close_on_stop, args=(channel, stop, ended), name="stop-watcher", daemon=True)
     watcher.start()
     try:
-        channel.send({"kind": "ready"})
-        while _obey(channel.receive(), runner, sender):
+        channel.send({"kind": "ready", "address": ends.receiver.address})
+        while _obey(channel.receive(), runner, ends):
             pass
     except RankLost:
         if not stop.is_set():
@@ -103,12 +108,13 @@ def run_follower(params: PrefillParams, rank: int, leader_address: str, stop: St
     finally:
         ended.set()
         watcher.join()
-        sender.close()
+        ends.close()
         channel.close()
 
 
-def _obey(message: Message, runner: Runner, sender: Sender) -> bool:
+def _obey(message: Message, runner: Runner, ends: Ends) -> bool:
     """Do what the leader says, in its order; False: that was all."""
+    sender, receiver = ends.sender, ends.receiver
     match message:
         case {"kind": "step", "plan": plan}:
             kind, steps = unpack_plan(plan)
@@ -119,6 +125,10 @@ def _obey(message: Message, runner: Runner, sender: Sender) -> bool:
             sender.abandon(tuple(leg))
         case {"kind": "cancel", "leg": leg}:
             sender.cancel(tuple(leg))
+        case {"kind": "expect", "leg": leg, "nonce": nonce, "blocks": blocks, "start": start, "stop": stop}:
+            expect_prefix(receiver, nonce, ExpectPrefix(0, tuple(leg), tuple(blocks), start, stop))
+        case {"kind": "forget", "leg": leg}:
+            receiver.forget(tuple(leg))
         case {"kind": "shutdown"}:
             return False
         case _:
@@ -126,15 +136,15 @@ def _obey(message: Message, runner: Runner, sender: Sender) -> bool:
     return True
 
 
-def _tell_leader(channel: FollowerChannel, event: SendEvent) -> None:
+def _tell_leader(channel: FollowerChannel, news: News) -> None:
     """From a transfer's thread; a leader that is gone is noticed by the main thread."""
     with suppress(RankLost):
-        if isinstance(event, Sent):
-            times = {"started_at": event.started_at, "ended_at": event.ended_at}
-            channel.send({"kind": "sent", "leg": event.leg, "bytes": event.bytes, "frames": event.frames, **times})
-        else:
-            error = event.error
-            channel.send({"kind": "send_failed", "leg": event.leg, "code": error.code, "message": error.message})
+        channel.send(message_of(news))
+
+
+def _ends(params: PrefillParams, runner: Runner, rank: int, on_news: Callable[[News], None]) -> Ends:
+    identity = (params.worker_id, params.incarnation, params.secret)
+    return Ends(params.transfer, runner.kv, runner.layout, rank, *identity, on_news)
 
 
 def _close_on_stop(channel: FollowerChannel, stop: Stop, ended: threading.Event) -> None:

@@ -64,6 +64,15 @@ class PrefillScheduler:
         """Forget a prompt; an unknown one is no error."""
         self._prompts.pop(key, None)
 
+    def rename(self, key: LegKey, new: LegKey) -> None:
+        """A prompt goes on under another key, in its old place; an unknown one is no error."""
+        self._prompts = {(new if known == key else known): prompt for known, prompt in self._prompts.items()}
+
+    def done(self, key: LegKey) -> int | None:
+        """Tokens of a prompt that are computed; None: it is not here (any more)."""
+        prompt = self._prompts.get(key)
+        return None if prompt is None else prompt.computed
+
     def plan(self) -> list[Chunk]:
         """The next step's chunks, at most one for each prompt; [] when there is nothing to compute."""
         if not self._prompts:

@@ -15,14 +15,26 @@ from ..engine.channel import LeaderChannel
 from ..engine.rank_start import RankMessage
 from ..engine.runner import Runner
 from ..engine.step import SequenceStep
-from ..kv_transfer.events import SendFailed, Sent
+from ..kv_transfer.ends import IssueTicket, News, news_of
+from ..kv_transfer.events import Abandoned, RankComplete, ReceiveFailed, SendFailed, Sent
+from ..kv_transfer.receiver import Receiver
 from ..kv_transfer.sender import Sender
 from ..proto import worker_pb2 as pb
-from ..proto.errors import BatonError, InternalError, from_wire
+from ..proto.errors import BatonError, InternalError
 from ..proto.failpoints import reach
-from ..proto.leg import LegKey, key_of, parse_leg
+from ..proto.leg import LegKey, key_of, parse_leg, ref_of
 from ..proto.worker_loop import Commands, Events, SessionEnded, drain_into, seconds_until
-from .effects import AbandonTransfer, CancelTransfer, Effect, FinishTransfer, OpenTransfer, Tell, failed
+from .effects import (
+    AbandonTransfer,
+    CancelTransfer,
+    Effect,
+    ExpectPrefix,
+    FinishTransfer,
+    ForgetPrefix,
+    OpenTransfer,
+    Tell,
+    failed,
+)
 from .legs import PrefillLegs
 
 log = logging.getLogger(__name__)
@@ -35,13 +47,17 @@ class PrefillEngine:
         self,
         runner: Runner,
         sender: Sender,
+        receiver: Receiver,
         channel: LeaderChannel | None,
+        issue: IssueTicket,
         legs: PrefillLegs,
         inbox: queue.SimpleQueue[object],
     ) -> None:
         self._runner = runner
         self._sender = sender
+        self._receiver = receiver
         self._channel = channel
+        self._issue = issue
         self._legs = legs
         self._inbox = inbox
         self._events: Events = {}
@@ -55,16 +71,10 @@ class PrefillEngine:
                     self._perform(self._command(session, command))
             case SessionEnded(session):
                 self._perform(self._legs.session_ended(session))
-            case Sent():
-                self._perform(self._legs.sent(0, item))
-            case SendFailed(key, error):
-                self._perform(self._legs.send_failed(key, error))
-            case RankMessage(rank, {"kind": "sent", "leg": (request, attempt, choice), **fields}):
-                report = Sent((request, attempt, choice), **fields)
-                self._perform(self._legs.sent(rank, report))
-            case RankMessage(_, {"kind": "send_failed", "leg": (request, attempt, choice), **fields}):
-                error = from_wire(fields["code"], fields["message"])
-                self._perform(self._legs.send_failed((request, attempt, choice), error))
+            case RankMessage(rank, message) if (news := news_of(rank, message)) is not None:
+                self._transfer(rank, news)
+            case Sent() | SendFailed() | RankComplete() | ReceiveFailed() | Abandoned():
+                self._transfer(0, item)
             case _:
                 log.warning("not understood: %r", item)
 
@@ -82,6 +92,7 @@ class PrefillEngine:
         if not self._pass_gate("prefill.chunk", steps):
             return
         drawn = self._runner.prefill(steps, lambda low, high: push_layers(self._sender, steps, low, high))
+        self._pass_gate("prefill.chunk_done", steps)
         if ended := [step for step in steps if step.draw is not None]:
             self._pass_gate("prefill.after_prefill", ended)
         drain_into(self._inbox, self)
@@ -110,9 +121,12 @@ class PrefillEngine:
         match command.WhichOneof("command"):
             case "prefill":
                 return self._submit(session, command.prefill)
+            case "handover":
+                return self._hand_over(session, command.handover)
             case "cancel":
                 return self._legs.cancel(key_of(command.cancel.leg))
             case "release":
+                reach("prefill.released")
                 return self._legs.release(key_of(command.release.leg))
             case other:
                 log.warning("a prefill worker takes no %s", other)
@@ -122,12 +136,40 @@ class PrefillEngine:
         try:
             now = time.monotonic()
             leg = parse_leg(message.leg, self._runner.vocab_size, self._runner.max_model_len, now)
+            reach("prefill.queued")
             return self._legs.submit(session, leg, message.ticket, now)
         except BatonError as error:
             return [Tell(session, failed(key_of(message.leg), error))]
         except Exception as error:
             log.exception("a prompt could not be taken in")
             return [Tell(session, failed(key_of(message.leg), InternalError(str(error))))]
+
+    def _hand_over(self, session: int, message: pb.Handover) -> list[Effect]:
+        try:
+            leg = parse_leg(message.leg, self._runner.vocab_size, self._runner.max_model_len, time.monotonic())
+        except BatonError as error:
+            return [Tell(session, failed(key_of(message.leg), error))]
+        return self._legs.handover(session, leg, message.ticket, key_of(message.held))
+
+    def _transfer(self, rank: int, news: News) -> None:
+        """What either end of the transfer reports on a rank."""
+        match news:
+            case Sent():
+                if rank == 0:
+                    reach("prefill.sent")
+                self._perform(self._legs.sent(rank, news))
+            case SendFailed(key, error):
+                self._perform(self._legs.send_failed(key, error))
+            case RankComplete(key):
+                self._perform(self._legs.arrived(key, rank))
+            case ReceiveFailed(key, _, error):
+                self._no_prefix(key, error)
+            case Abandoned(key):
+                self._no_prefix(key, None)
+
+    def _no_prefix(self, key: LegKey, error: BatonError | None) -> None:
+        log.info("the prefix of %s is computed here: %s", key, error or "it is not sent")
+        self._perform(self._legs.receive_failed(key))
 
     def _pass_gate(self, point: str, steps: Sequence[SequenceStep]) -> bool:
         """Tests hold or break the worker here; an error is that of the legs in this step."""
@@ -157,6 +199,24 @@ class PrefillEngine:
                     self._broadcast({"kind": "cancel", "leg": key})
                     self._sender.cancel(key)
 
+                case ExpectPrefix():
+                    self._expect(effect)
+                case ForgetPrefix(key):
+                    self._broadcast({"kind": "forget", "leg": key})
+                    self._receiver.forget(key)
+
+    def _expect(self, order: ExpectPrefix) -> None:
+        ticket = self._issue(order.leg, order.start, order.stop)
+        fields = {"nonce": ticket.nonce, "blocks": order.blocks, "start": order.start, "stop": order.stop}
+        try:
+            expect_prefix(self._receiver, ticket.nonce, order)
+        except ValueError as error:  # a key that was used before
+            self._no_prefix(order.leg, InternalError(str(error)))
+            return
+        self._broadcast({"kind": "expect", "leg": order.leg, **fields})
+        want = pb.Want(leg=ref_of(order.leg), ticket=ticket.pack(), start=order.start, stop=order.stop)
+        self._events.setdefault(order.session, []).append(pb.WorkerEvent(want=want))
+
     def _finish(self, key: LegKey, first_tokens: bytes) -> None:
         try:
             reach("prefill.done")
@@ -181,3 +241,8 @@ def push_layers(sender: Sender, steps: Sequence[SequenceStep], low: int, high: i
     """On each rank: the KV of layers [low, high) of these chunks is in the pool."""
     for step in steps:
         sender.computed((step.request_id, step.attempt, step.first_choice), (step.start, step.end), (low, high))
+
+
+def expect_prefix(receiver: Receiver, nonce: bytes, order: ExpectPrefix) -> None:
+    """On each rank: place what comes of the prefix. Raises ValueError for a leg that was expected before."""
+    receiver.expect(order.leg, nonce, order.blocks, (order.start, order.stop), wants_first_tokens=False)

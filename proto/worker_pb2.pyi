@@ -13,18 +13,24 @@ class RouterMessage(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[RouterCommand, _Mapping]]] = ...) -> None: ...
 
 class RouterCommand(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "cancel", "release")
+    __slots__ = ("hello", "reserve", "prefill", "cancel", "release", "handover", "hold", "give")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    GIVE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reserve: Reserve
     prefill: Prefill
     cancel: Cancel
     release: Release
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+    handover: Handover
+    hold: Hold
+    give: Give
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "worker_id", "worker_incarnation")
@@ -133,6 +139,32 @@ class Release(_message.Message):
     leg: LegRef
     def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ...) -> None: ...
 
+class Handover(_message.Message):
+    __slots__ = ("leg", "ticket", "held")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    leg: Leg
+    ticket: bytes
+    held: LegRef
+    def __init__(self, leg: _Optional[_Union[Leg, _Mapping]] = ..., ticket: _Optional[bytes] = ..., held: _Optional[_Union[LegRef, _Mapping]] = ...) -> None: ...
+
+class Hold(_message.Message):
+    __slots__ = ("leg", "choice")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    leg: LegRef
+    choice: int
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
+
+class Give(_message.Message):
+    __slots__ = ("leg", "ticket")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    leg: LegRef
+    ticket: bytes
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
 class WorkerMessage(_message.Message):
     __slots__ = ("events", "load")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -142,7 +174,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("welcome", "ticket", "first", "sent", "committed", "tokens", "preempted", "failed")
+    __slots__ = ("welcome", "ticket", "first", "sent", "committed", "tokens", "preempted", "failed", "unsent", "held", "want")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +183,9 @@ class WorkerEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    UNSENT_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     ticket: Ticket
     first: FirstTokens
@@ -159,7 +194,10 @@ class WorkerEvent(_message.Message):
     tokens: Tokens
     preempted: Preempted
     failed: Failed
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., first: _Optional[_Union[FirstTokens, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    unsent: Unsent
+    held: Held
+    want: Want
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., first: _Optional[_Union[FirstTokens, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., unsent: _Optional[_Union[Unsent, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "model_fingerprint", "max_model_len", "vocab_size", "block_size", "total_blocks", "max_batch_tokens", "max_sequences", "lookahead")
@@ -188,7 +226,7 @@ class Welcome(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., lookahead: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "used_blocks", "cached_blocks", "total_blocks", "steps", "preemptions", "prefix_hit_tokens", "prefix_query_tokens", "computed_prompt_tokens", "held_legs")
+    __slots__ = ("running", "waiting", "waiting_tokens", "used_blocks", "cached_blocks", "total_blocks", "steps", "preemptions", "prefix_hit_tokens", "prefix_query_tokens", "computed_prompt_tokens", "held_legs", "fetched_prompt_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +239,7 @@ class Load(_message.Message):
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HELD_LEGS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -213,7 +252,8 @@ class Load(_message.Message):
     prefix_query_tokens: int
     computed_prompt_tokens: int
     held_legs: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., held_legs: _Optional[int] = ...) -> None: ...
+    fetched_prompt_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., held_legs: _Optional[int] = ..., fetched_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("leg", "ticket", "cached_tokens", "waited_s")
@@ -252,20 +292,22 @@ class Token(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("leg", "tokens", "cached_tokens", "queue_s", "prefill_s", "chunks")
+    __slots__ = ("leg", "tokens", "cached_tokens", "queue_s", "prefill_s", "chunks", "fetched_tokens")
     LEG_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     leg: LegRef
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     cached_tokens: int
     queue_s: float
     prefill_s: float
     chunks: int
-    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., chunks: _Optional[int] = ...) -> None: ...
+    fetched_tokens: int
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., chunks: _Optional[int] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class Sent(_message.Message):
     __slots__ = ("leg", "bytes", "frames", "transfer_s", "exposed_s")
@@ -330,3 +372,33 @@ class Failed(_message.Message):
     field: str
     retry_after_s: float
     def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class Unsent(_message.Message):
+    __slots__ = ("leg", "code", "message")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    leg: LegRef
+    code: str
+    message: str
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("leg", "choice")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    leg: LegRef
+    choice: int
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
+
+class Want(_message.Message):
+    __slots__ = ("leg", "ticket", "start", "stop")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    leg: LegRef
+    ticket: bytes
+    start: int
+    stop: int
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., ticket: _Optional[bytes] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...

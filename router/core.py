@@ -7,23 +7,23 @@ where, gate.py when.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import random
 import time
 import uuid
-from collections import deque
 from collections.abc import Sequence
 
 from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, Cancelled, DeadlineExceeded, Exhausted, InternalError, Unavailable
 from ..text.tokenizer import Tokenizer
 from . import life_messages as m
-from .dispatch import RETRY_AFTER_S, Dispatcher, model_of
+from .dispatch import RETRY_AFTER_S, model_of
 from .leg_table import LegState
 from .life_messages import Peer
 from .live import Answer, Live
+from .lives import Lives
 from .metrics import Metrics, RouterState, WorkerState
+from .moves import Moves
 from .params import RouterParams
 from .placement import POLICIES
 from .requests import ChoiceEnd, Prepared
@@ -40,9 +40,6 @@ class Core:
     def __init__(self, params: RouterParams, tokenizer: Tokenizer, rng: random.Random) -> None:
         self._params = params
         self._tokenizer = tokenizer
-        self._lives: dict[str, Live] = {}
-        self._work: deque[tuple[Live, m.Event | None]] = deque()
-        self._working = False
         self._facts: ModelFacts | None = None
         self._stopping = False
         self._idle = asyncio.Event()
@@ -50,7 +47,8 @@ class Core:
         self.metrics = Metrics(params.served_name, self.state)
         self.sessions = SessionPool(params.router_id, params.heartbeat_s, params.dead_after_s, self)
         policies = POLICIES[params.prefill_placement](), POLICIES[params.decode_placement]()
-        self.dispatcher = Dispatcher(self.sessions, *policies, rng, self._report)
+        self.lives = Lives(self.sessions, policies, rng, self, asyncio.get_running_loop().call_later)
+        self.moves = Moves(self.sessions, self.lives)
 
     # ---- towards the frontends -------------------------------------------------------------------------------------
 
@@ -76,17 +74,16 @@ class Core:
         """Takes a request. Raises Exhausted when too many are in flight, Unavailable while stopping."""
         if self._stopping:
             raise Unavailable("the router is stopping", retry_after_s=RETRY_AFTER_S)
-        if len(self._lives) >= self._params.max_inflight:
-            raise Exhausted(f"{len(self._lives)} requests are in flight", retry_after_s=RETRY_AFTER_S)
+        if len(self.lives) >= self._params.max_inflight:
+            raise Exhausted(f"{len(self.lives)} requests are in flight", retry_after_s=RETRY_AFTER_S)
         now = time.monotonic()
         live = Live(f"req-{uuid.uuid4().hex}", request, now, self._params.attempts, self._tokenizer)
-        self._lives[live.request_id] = live
         self._idle.clear()
         self.metrics.accepted.inc()
         _log.info("%s accepted: %d prompt tokens, label %r", live.request_id, len(request.prompt_ids), request.label)
         error = DeadlineExceeded(f"the deadline of {request.deadline_s:.3g} s passed")
         live.timer = asyncio.get_running_loop().call_later(request.deadline_s, self.give_up, live, error)
-        self._handle(live, None)
+        self.lives.begin(live)
         return Answer(live, self.give_up)
 
     def give_up(self, live: Live, error: BatonError) -> None:
@@ -94,7 +91,7 @@ class Core:
         if live.life.outcome is None:
             if isinstance(error, Cancelled):
                 self.metrics.cancellations.inc(live.phase)
-            self._handle(live, m.GiveUp(error))
+            self.lives.handle(live, m.GiveUp(error))
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more requests, lets live ones finish for `grace_s`, then ends them with an error."""
@@ -102,51 +99,53 @@ class Core:
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
-            for live in list(self._lives.values()):
+            for live in self.lives:
                 self.give_up(live, Unavailable("the router stopped before the request was finished"))
 
     def state(self) -> RouterState:
         """The gauges of this moment."""
-        legs = [leg for live in self._lives.values() for leg in live.life.legs.values()]
+        legs = [leg for live in self.lives for leg in live.life.legs.values()]
         workers = [
             WorkerState(session.member.peer.worker_id, session.member.role, session.welcome, session.load)
             for session in self.sessions.up()
             if session.welcome is not None
         ]
-        queued = sum(live.record.first_at is None for live in self._lives.values())
+        queued = sum(live.record.first_at is None for live in self.lives)
         reserving = sum(leg.state is LegState.RESERVING for leg in legs)
-        return RouterState(len(self._lives), queued, reserving, workers)
+        return RouterState(len(self.lives), queued, reserving, workers)
 
     # ---- towards the workers ---------------------------------------------------------------------------------------
 
     def view_changed(self, members: Sequence[Member]) -> None:
         """The membership has a new view."""
         self.sessions.update(members)
+        self.moves.look()
 
     def session_up(self, peer: Peer, welcome: pb.Welcome) -> None:
         """A worker can be used."""
-        self.dispatcher.worker_up(peer, welcome)
+        self.lives.dispatcher.worker_up(peer, welcome)
         ups = [session.welcome for session in self.sessions.up() if session.welcome is not None]
         self._facts = ModelFacts(min(w.max_model_len for w in ups), min(w.vocab_size for w in ups))
         _log.info("%s %s is up", peer.worker_id, peer.incarnation)
+        self.moves.look()  # a draining worker may have come back
 
     def session_lost(self, member: Member) -> None:
         """A worker, with all that it held for us, is gone; a draining one was meant to go."""
         peer = member.peer
         level = logging.WARNING if member.state == "ready" else logging.INFO
         _log.log(level, "%s %s is lost", peer.worker_id, peer.incarnation)
-        self.dispatcher.worker_lost(peer)
-        for live in list(self._lives.values()):
-            self._handle(live, m.WorkerLost(peer))
+        self.lives.worker_lost(peer)
 
     def session_event(self, peer: Peer, event: pb.WorkerEvent) -> None:
         """A worker said something about a leg; what concerns requests that are over is late news."""
         for request_id, life_event in translate(peer, event):
-            live = self._lives.get(request_id)
-            if live is not None:
-                if not isinstance(life_event, m.Tokens) and life_event.leg.attempt in live.life.legs:
+            live = self.lives.get(request_id)
+            if live is None:
+                self.lives.late(request_id, life_event)
+            else:
+                if not isinstance(life_event, m.Tokens) and live.life.follows(life_event.leg):
                     self._measure(live, event)
-                self._handle(live, life_event)
+                self.lives.handle(live, life_event)
 
     def _measure(self, live: Live, event: pb.WorkerEvent) -> None:
         """Notes what an event of a live leg says about its phases."""
@@ -156,96 +155,47 @@ class Core:
                 record.ticket(event.ticket)
                 metrics.alloc_wait.observe(event.ticket.waited_s)
             case "first":
-                record.prefilled(event.first)
+                metrics.recomputed_tokens.inc(by=live.recomputed(event.first))
+                record.prefilled(event.first, time.monotonic())
             case "sent":
                 record.sent(event.sent)
                 metrics.transfer_seconds.observe(event.sent.transfer_s)
                 metrics.transfer_bytes.observe(event.sent.bytes)
             case "committed":
-                record.committed(event.committed)
+                record.committed(event.committed, time.monotonic())
                 metrics.transfers.inc("ok")
             case "preempted":
                 metrics.preemptions.inc()
+            case "unsent":
+                metrics.transfers.inc("failed")
+                _log.info("%s: not sent: %s: %s", live.request_id, event.unsent.code, event.unsent.message)
             case "failed":
                 if event.failed.code == "transfer_failed":
                     metrics.transfers.inc("failed")
                 _log.info("%s: %s: %s", live.request_id, event.failed.code, event.failed.message)
 
-    # ---- the life's actions ----------------------------------------------------------------------------------------
+    # ---- what becomes of the requests ------------------------------------------------------------------------------
 
-    def _report(self, request_id: str, event: m.Event) -> None:
-        live = self._lives.get(request_id)
-        if live is not None:
-            self._work.append((live, event))
-
-    def _handle(self, live: Live, event: m.Event | None) -> None:
-        """Feeds an event (None = start) and all that follow from it; actions of one request may concern others."""
-        self._work.append((live, event))
-        self._drain()
-
-    def _drain(self) -> None:
-        if self._working:
-            return
-        self._working = True
-        try:
-            while self._work:
-                live, event = self._work.popleft()
-                for action in live.life.start() if event is None else live.life.handle(event):
-                    self._act(live, action)
-        finally:
-            self._working = False
-
-    def _act(self, live: Live, action: m.Action) -> None:
-        match action:
-            case m.Place():
-                self._count_placement(live, action)
-                self._place(live, action)
-            case m.EnterGate():
-                self.dispatcher.enter_gate(live, action)
-            case m.Reserve(leg, _) | m.Prefill(leg, _, b""):  # the first command after the gate
-                live.record.gate_s += self.dispatcher.waited(live.request_id, leg)
-                self.dispatcher.send(live, action)
-            case m.Prefill() | m.CancelLeg() | m.CancelChoices() | m.ReleaseLeg():
-                self.dispatcher.send(live, action)
-            case m.Emit(tokens):
-                self._emit(live, tokens)
-            case m.PrefillOver(leg):
-                self.dispatcher.prefill_over(live, leg)
-            case m.LegOver(leg):
-                self.dispatcher.leg_over(live, leg)
-            case m.End(error):
-                self._end(live, error)
-
-    def _place(self, live: Live, action: m.Place) -> None:
-        if action.after_s:
-            later = dataclasses.replace(action, after_s=0.0)
-            asyncio.get_running_loop().call_later(action.after_s, self._place_later, live, later)
-        else:
-            self.dispatcher.place(live, action)
-
-    def _place_later(self, live: Live, action: m.Place) -> None:
-        if live.life.outcome is None:
-            self.dispatcher.place(live, action)
-            self._drain()
-
-    def _count_placement(self, live: Live, action: m.Place) -> None:
+    def placing(self, live: Live, action: m.Place) -> None:
+        """Counts retries and migrations."""
         leg = live.life.legs[action.leg.attempt]
         begun = bool(live.life.ledgers[leg.choices[0]].token_ids)
         if action.cause == "retry":
             self.metrics.retries.inc("resumed" if begun else "first")
-        if action.cause in ("retry", "preempted"):
+        if action.source is not None:
+            self.metrics.handovers.inc(action.cause)
+        if action.cause in ("retry", "preempted", "moved"):
             self.metrics.migrations.inc("ongoing" if begun else "new")
 
-    # ---- the answer ------------------------------------------------------------------------------------------------
-
-    def _emit(self, live: Live, tokens: Sequence[pb.Token]) -> None:
+    def emitted(self, live: Live, tokens: Sequence[pb.Token]) -> None:
+        """Makes text of tokens, and gives it to the client."""
         record, metrics = live.record, self.metrics
         had_first, had_second = record.first_at is not None, record.second_gap is not None
         try:
             chunks, ended = live.output.push(tokens)
         except Exception:
             _log.exception("%s: the text of its tokens could not be made", live.request_id)
-            self._work.append((live, m.GiveUp(InternalError("the answer's text could not be made"))))
+            self.lives.handle(live, m.GiveUp(InternalError("the answer's text could not be made")))
             return
         for gap in record.emitted(chunks, time.monotonic()):
             metrics.itl.observe(gap)
@@ -269,10 +219,10 @@ class Core:
             usage = live.record.usage(live.output.completion_tokens)
             timing = live.record.timing(time.monotonic(), 1 + live.life.retries, live.life.preemptions)
         live.mailbox.put(ChoiceEnd(choice, reason, matched, usage, timing))
-        self._work.append((live, m.StopMatched(choice)))  # changes nothing when the worker ended the choice
+        self.lives.handle(live, m.StopMatched(choice))  # changes nothing when the worker ended the choice
 
-    def _end(self, live: Live, error: BatonError | None) -> None:
-        del self._lives[live.request_id]
+    def ended(self, live: Live, error: BatonError | None) -> None:
+        """Closes the answer; the story of a request that ended badly goes to the log."""
         if live.timer is not None:
             live.timer.cancel()
         record, now = live.record, time.monotonic()
@@ -295,5 +245,8 @@ class Core:
             record.kv_bytes,
             f": {error}" if error else "",
         )
-        if not self._lives:
+        story = self.lives.stories.find(live.request_id)
+        if isinstance(error, InternalError | DeadlineExceeded) and story is not None:
+            _log.warning("the story of a request that failed (%s):\n%s", error.code, story)
+        if not len(self.lives):
             self._idle.set()

@@ -12,7 +12,7 @@ from . import life_messages as m
 from .gate import LookaheadGate
 from .life_messages import LegKey, Peer
 from .live import Live
-from .placement import Candidate, LegId, Outstanding, Policy, pick
+from .placement import Candidate, LegId, Outstanding, Policy, Room, pick
 from .sessions import Session, SessionPool
 
 RETRY_AFTER_S = 1.0
@@ -21,6 +21,13 @@ RETRY_AFTER_S = 1.0
 def model_of(session: Session) -> str:
     """Fingerprint of the model that the worker serves."""
     return session.welcome.model_fingerprint if session.welcome is not None else ""
+
+
+def room(session: Session) -> Room:
+    """What a decode worker could take in, by its latest load."""
+    load, welcome = session.load, session.welcome or pb.Welcome()
+    free, seats = welcome.total_blocks - load.used_blocks, welcome.max_sequences - load.running - load.held_legs
+    return Room(free * welcome.block_size if not load.waiting else 0, seats)
 
 
 class Dispatcher:
@@ -57,6 +64,9 @@ class Dispatcher:
 
     def place(self, live: Live, action: m.Place) -> None:
         """Chooses the workers of a leg; reports Placed or Unplaceable."""
+        if action.source is not None:
+            self._place_beside(live, action, action.source)
+            return
         prefill = self._pick("prefill", action, None)
         decode = self._pick("decode", action, model_of(prefill)) if prefill and action.needs_decode else None
         if prefill is None or (action.needs_decode and decode is None):
@@ -75,8 +85,29 @@ class Dispatcher:
         decode_peer = decode.member.peer if decode else None
         self._report(live.request_id, m.Placed(action.leg, prefill.member.peer, decode_peer))
 
+    def _place_beside(self, live: Live, action: m.Place, source: Peer) -> None:
+        """Another decode worker for KV that `source` has; one with room for it now, where there is one."""
+        leg = live.life.legs[action.leg.attempt]
+        most = len(live.request.prompt_ids) + live.life.max_tokens
+        session = self._sessions.get(source)
+        model = model_of(session) if session is not None else ""
+        others = [s for s in self._sessions.ready("decode") if model_of(s) == model and s.member.peer != source]
+        roomy = [s for s in others if room(s).fits(most) and s.member.peer not in action.avoid]
+        decode = self._choose("decode", roomy or others, action)
+        if decode is None:
+            self._report(live.request_id, m.Unplaceable(action.leg, _nobody("decode", action)))
+            return
+        held = len(live.request.prompt_ids) + len(leg.generated)
+        left = (live.life.max_tokens - len(leg.generated)) * len(leg.choices)
+        self._loads["decode"].add(LegId(live.request_id, action.leg), decode.member.peer, held + left)
+        live.record.moved(decode.member.peer.worker_id)
+        self._report(live.request_id, m.Placed(action.leg, source, decode.member.peer))
+
     def _pick(self, role: str, action: m.Place, model: str | None) -> Session | None:
         sessions = [s for s in self._sessions.ready(role) if model is None or model_of(s) == model]
+        return self._choose(role, sessions, action)
+
+    def _choose(self, role: str, sessions: Sequence[Session], action: m.Place) -> Session | None:
         peers = [session.member.peer for session in sessions]
         peer = pick(
             self._policies[role],
@@ -134,9 +165,16 @@ class Dispatcher:
                 command = pb.RouterCommand(reserve=pb.Reserve(leg=_leg(live, leg)))
             case m.Prefill(leg, _, ticket):
                 command = pb.RouterCommand(prefill=pb.Prefill(leg=_leg(live, leg), ticket=ticket))
+            case m.HandOver(leg, _, ticket, held):
+                over = pb.Handover(leg=_leg(live, leg), ticket=ticket, held=_ref(live, held))
+                command = pb.RouterCommand(handover=over)
+            case m.HoldChoice(leg, _, choice):
+                command = pb.RouterCommand(hold=pb.Hold(leg=_ref(live, leg), choice=choice))
+            case m.GivePrefix(leg, _, ticket):
+                command = pb.RouterCommand(give=pb.Give(leg=_ref(live, leg), ticket=ticket))
             case m.CancelLeg(leg):
                 command = pb.RouterCommand(cancel=pb.Cancel(leg=_ref(live, leg)))
-            case m.CancelChoices(leg, _, choices):
+            case m.CancelChoices(leg, _, choices) | m.CancelHeld(leg, _, choices):
                 command = pb.RouterCommand(cancel=pb.Cancel(leg=_ref(live, leg), choices=choices))
             case m.ReleaseLeg(leg):
                 command = pb.RouterCommand(release=pb.Release(leg=_ref(live, leg)))

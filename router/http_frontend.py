@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import time
 from collections.abc import Callable
@@ -103,6 +104,7 @@ def application(door: FrontDoor) -> Starlette:
             Route("/live", routes.live),
             Route("/metrics", routes.metrics),
             Route("/version", routes.version),
+            Route("/debug/requests/{request_id}", routes.story),
         ],
         exception_handlers={BatonError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
     )
@@ -156,6 +158,14 @@ class _Routes:
     async def version(self, request: Request) -> Response:
         """Ours."""
         return JSONResponse({"version": __version__})
+
+    async def story(self, request: Request) -> Response:
+        """What happened to a request that runs or ended lately; for people on this host only."""
+        request_id = request.path_params["request_id"]
+        story = self._door.core.lives.stories.find(request_id) if _from_here(request) else None
+        if story is None:
+            raise NoSuchPath(f"no request {request_id} is known here (any more)")
+        return JSONResponse({"id": story.request_id, "story": story.lines()})
 
     async def models(self, request: Request) -> Response:
         """The one model that is served here."""
@@ -220,6 +230,15 @@ class _Routes:
         except ClientDisconnect:
             raise Cancelled("the client left while it sent the body") from None
         return bytes(body)
+
+
+def _from_here(request: Request) -> bool:
+    """Whether the client is on this host, and no proxy for somebody else."""
+    forwarded = {"forwarded", "x-forwarded-for"} & set(request.headers.keys())
+    host = request.client.host if request.client else ""
+    with contextlib.suppress(ValueError):
+        return not forwarded and ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
+    return False
 
 
 def _label(request: Request) -> str:

@@ -5,8 +5,15 @@ worker D.
 
     PLACING -> QUEUED -> RESERVING -> PREFILLING -> HANDOVER -> DECODING -> OVER
 
-Who holds what: in RESERVING and later D may hold a reservation; in PREFILLING and HANDOVER P holds the prompt's
-blocks until it is told to release or cancel; in DECODING only D holds anything.
+A leg may also begin with KV that exists: P computed it, or is computing it, for a leg whose D was lost before it
+committed; or a decode worker took the choice out of its batch for it (migration). In both cases that worker is the
+leg's source, and nothing is prefilled:
+
+    REPLACING -> REBOOKING -> RESENDING -> DECODING -> OVER
+
+Who holds what: in RESERVING and REBOOKING and later D may hold a reservation; in PREFILLING, HANDOVER and RESENDING the
+source holds the KV until it is told to release or cancel; in REPLACING and REBOOKING it holds the KV too, under the key
+of the leg before; in DECODING only D holds anything.
 """
 
 from __future__ import annotations
@@ -23,7 +30,10 @@ class LegState(Enum):
     RESERVING = "reserving"  # D was asked for blocks
     PREFILLING = "prefilling"  # P has the prompt; no token yet
     HANDOVER = "handover"  # first token out, D has not committed
-    DECODING = "decoding"  # D has the KV; P was released
+    REPLACING = "replacing"  # the source holds the KV; no D chosen yet
+    REBOOKING = "rebooking"  # that D was asked for blocks
+    RESENDING = "resending"  # the source was told to send to it; D has not committed
+    DECODING = "decoding"  # D has the KV; the source was released
     OVER = "over"
 
 
@@ -36,9 +46,13 @@ class LegEvent(Enum):
     TICKET = "ticket"
     FIRST_TOKENS = "first tokens"
     SENT = "sent"
+    UNSENT = "unsent"  # the source cannot reach D; it keeps the KV
     COMMITTED = "committed"
     TOKENS = "tokens"
     PREEMPTED = "preempted"
+    HOLD = "hold"  # a choice is to move to another D
+    NO_PLACE = "no place"  # no D can take the KV
+    HELD = "held"  # D took it out of its batch, and keeps its KV for the move
     PREFILL_GONE = "prefill gone"
     DECODE_GONE = "decode gone"
     FINISHED = "finished"  # every choice ended, and the workers know
@@ -57,7 +71,11 @@ class Do(Enum):
     RELEASE_PREFILL = "P may free the prompt's blocks"
     CANCEL_PREFILL = "P forgets the leg"
     CANCEL_DECODE = "D forgets the leg"
-    MOVE = "give the preempted choice a leg of its own"
+    CANCEL_HELD = "the source forgets what it holds for the leg, under the key of the leg before"
+    HAND_OVER = "tell the source to send what it holds to D, under this leg"
+    RESEND = "go on with what the source holds to another D"
+    HOLD = "D takes the choice out of its batch"
+    MOVE = "give the choice that left the batch a leg of its own"
     AGAIN = "repeat what this leg has not finished"
 
 
@@ -70,6 +88,7 @@ class Rule(NamedTuple):
 
 _S, _E = LegState, LegEvent
 _BOTH = (Do.CANCEL_PREFILL, Do.CANCEL_DECODE)
+_HELD_BOTH = (Do.CANCEL_HELD, Do.CANCEL_DECODE)
 
 TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.PLACING, _E.PLACED): Rule(_S.QUEUED, (Do.ENTER_GATE,)),
@@ -93,22 +112,51 @@ TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.PREFILLING, _E.SENT): Rule(_S.PREFILLING),
     (_S.PREFILLING, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),  # D's news overtook P's
     (_S.PREFILLING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
-    (_S.PREFILLING, _E.DECODE_GONE): Rule(_S.OVER, (Do.CANCEL_PREFILL, Do.AGAIN)),
+    (_S.PREFILLING, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
+    (_S.PREFILLING, _E.UNSENT): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
     (_S.PREFILLING, _E.STOPPED): Rule(_S.OVER, _BOTH),
     (_S.PREFILLING, _E.DROP): Rule(_S.OVER, _BOTH),
     #
     (_S.HANDOVER, _E.SENT): Rule(_S.HANDOVER),
     (_S.HANDOVER, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),
     (_S.HANDOVER, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
-    (_S.HANDOVER, _E.DECODE_GONE): Rule(_S.OVER, (Do.CANCEL_PREFILL, Do.AGAIN)),
+    (_S.HANDOVER, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
+    (_S.HANDOVER, _E.UNSENT): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
     (_S.HANDOVER, _E.FINISHED): Rule(_S.OVER, (Do.RELEASE_PREFILL, Do.CANCEL_DECODE)),
     (_S.HANDOVER, _E.STOPPED): Rule(_S.OVER, _BOTH),
     (_S.HANDOVER, _E.DROP): Rule(_S.OVER, _BOTH),
     #
+    (_S.REPLACING, _E.PLACED): Rule(_S.REBOOKING, (Do.RESERVE,)),
+    (_S.REPLACING, _E.FIRST_TOKENS): Rule(_S.REPLACING, (Do.EMIT,)),  # of the leg before
+    (_S.REPLACING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.AGAIN,)),
+    (_S.REPLACING, _E.NO_PLACE): Rule(_S.OVER, (Do.CANCEL_HELD, Do.AGAIN)),
+    (_S.REPLACING, _E.STOPPED): Rule(_S.OVER, (Do.CANCEL_HELD,)),
+    (_S.REPLACING, _E.DROP): Rule(_S.OVER, (Do.CANCEL_HELD,)),
+    #
+    (_S.REBOOKING, _E.TICKET): Rule(_S.RESENDING, (Do.HAND_OVER,)),
+    (_S.REBOOKING, _E.FIRST_TOKENS): Rule(_S.REBOOKING, (Do.EMIT,)),  # likewise
+    (_S.REBOOKING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
+    (_S.REBOOKING, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
+    (_S.REBOOKING, _E.STOPPED): Rule(_S.OVER, _HELD_BOTH),
+    (_S.REBOOKING, _E.DROP): Rule(_S.OVER, _HELD_BOTH),
+    #
+    (_S.RESENDING, _E.FIRST_TOKENS): Rule(_S.RESENDING, (Do.EMIT,)),
+    (_S.RESENDING, _E.SENT): Rule(_S.RESENDING),
+    (_S.RESENDING, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),
+    (_S.RESENDING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
+    (_S.RESENDING, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
+    (_S.RESENDING, _E.UNSENT): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
+    (_S.RESENDING, _E.FINISHED): Rule(_S.OVER, (Do.RELEASE_PREFILL, Do.CANCEL_DECODE)),
+    (_S.RESENDING, _E.STOPPED): Rule(_S.OVER, _BOTH),
+    (_S.RESENDING, _E.DROP): Rule(_S.OVER, _BOTH),
+    #
     (_S.DECODING, _E.FIRST_TOKENS): Rule(_S.DECODING, (Do.EMIT,)),
     (_S.DECODING, _E.SENT): Rule(_S.DECODING),
+    (_S.DECODING, _E.UNSENT): Rule(_S.DECODING),
     (_S.DECODING, _E.TOKENS): Rule(_S.DECODING, (Do.EMIT,)),
     (_S.DECODING, _E.PREEMPTED): Rule(_S.DECODING, (Do.MOVE,)),
+    (_S.DECODING, _E.HOLD): Rule(_S.DECODING, (Do.HOLD,)),
+    (_S.DECODING, _E.HELD): Rule(_S.DECODING, (Do.MOVE,)),
     (_S.DECODING, _E.PREFILL_GONE): Rule(_S.DECODING),
     (_S.DECODING, _E.DECODE_GONE): Rule(_S.OVER, (Do.AGAIN,)),
     (_S.DECODING, _E.FINISHED): Rule(_S.OVER),

@@ -78,6 +78,24 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsent:
+    """The source cannot send the leg's KV to where it should go; it keeps it."""
+
+    leg: LegKey
+    peer: Peer
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The prefill worker asks for the prefix that the decode worker holds; the ticket is its own."""
+
+    leg: LegKey
+    peer: Peer
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """The decode worker has the whole KV and goes on from it."""
 
@@ -97,6 +115,23 @@ class Tokens:
 @dataclass(frozen=True, slots=True)
 class Preempted:
     """The decode worker took the choice's blocks away."""
+
+    leg: LegKey
+    peer: Peer
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """The choice is to go on at another decode worker."""
+
+    leg: LegKey
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The decode worker took the choice out of its batch, and keeps its KV."""
 
     leg: LegKey
     peer: Peer
@@ -140,9 +175,13 @@ Event = (
     | Ticketed
     | FirstTokens
     | Sent
+    | Unsent
+    | Wanted
     | Committed
     | Tokens
     | Preempted
+    | Migrate
+    | Held
     | Failed
     | WorkerLost
     | StopMatched
@@ -155,7 +194,9 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class Place:
     """Choose workers, `after_s` from now, then report Placed or Unplaceable. Those in `avoid` are the last choice; with
-    `refused` set they are none, and `refused` is then the reason to report. `cause`: first | retry | preempted."""
+    `refused` set they are none, and `refused` is then the reason to report. `cause`: first | retry | preempted |
+    moved | recompute (of KV that turned out not to be there any more).
+    `source`: the worker that has the leg's KV already; only a decode worker, another one, is then chosen."""
 
     leg: LegKey
     cause: str
@@ -164,6 +205,7 @@ class Place:
     avoid: frozenset[Peer]
     refused: BatonError | None
     after_s: float = 0.0
+    source: Peer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +235,43 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """Tell the source to send, as this leg and to where the ticket says, the KV that it knows under `held`."""
+
+    leg: LegKey
+    peer: Peer
+    ticket: bytes
+    held: LegKey
+
+
+@dataclass(frozen=True, slots=True)
+class HoldChoice:
+    """Tell the decode worker to take the choice out of its batch and to keep its KV."""
+
+    leg: LegKey
+    peer: Peer
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class GivePrefix:
+    """Tell the decode worker to send its cached prefix to where the ticket says."""
+
+    leg: LegKey
+    peer: Peer
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CancelHeld:
+    """Tell the source to forget these choices of what it knows under `leg`, whose KV was to be sent on."""
+
+    leg: LegKey
+    peer: Peer
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CancelLeg:
     """Tell the worker to forget the leg."""
 
@@ -211,7 +290,7 @@ class CancelChoices:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLeg:
-    """Tell the prefill worker that the prompt's blocks are no longer needed."""
+    """Tell the source of the leg's KV that the blocks are no longer needed."""
 
     leg: LegKey
     peer: Peer
@@ -245,5 +324,5 @@ class End:
     error: BatonError | None
 
 
-Command = Reserve | Prefill | CancelLeg | CancelChoices | ReleaseLeg
+Command = Reserve | Prefill | HandOver | HoldChoice | GivePrefix | CancelLeg | CancelHeld | CancelChoices | ReleaseLeg
 Action = Place | EnterGate | Command | Emit | PrefillOver | LegOver | End

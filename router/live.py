@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, Cancelled
 from ..text.tokenizer import Tokenizer
 from .mailbox import Mailbox
@@ -34,6 +35,13 @@ class Live:
         """Where its legs are, "mixed" when they differ."""
         states = {leg.state.value for leg in self.life.legs.values()}
         return states.pop() if len(states) == 1 else "mixed"
+
+    def recomputed(self, first: pb.FirstTokens) -> int:
+        """Tokens that a prefill has just computed although the request had been prefilled before."""
+        leg = self.life.legs.get(first.leg.attempt)
+        if leg is None or leg.resent or self.record.prefill_cached is None:
+            return 0
+        return max(0, len(self.request.prompt_ids) + len(leg.generated) - first.cached_tokens - first.fetched_tokens)
 
 
 class Answer:

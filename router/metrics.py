@@ -71,6 +71,8 @@ class Metrics:
         )
         self.retries = self._counter("baton_retries", "Legs placed again after a failure", "leg")
         self.migrations = self._counter("baton_migrations", "Legs placed again: not begun, or in mid-answer", "kind")
+        self.handovers = self._counter("baton_legs_handed_over", "Legs that went on with KV that existed", "cause")
+        self.recomputed_tokens = self._counter("baton_recomputed_tokens", "Tokens prefilled again for later legs")
         self.preemptions = self._counter("baton_preemptions", "Choices that a decode worker gave back")
         self.transfers = self._counter("baton_kv_transfers", "KV transfers by how they ended", "outcome")
         self.prompt_tokens = self._counters("prompt_tokens", "Prompt tokens of requests that were prefilled")
@@ -172,6 +174,7 @@ _WORKER_COUNTERS: dict[str, tuple[str, Callable[[WorkerState], float]]] = {
     "baton_prefix_hit_tokens": ("Prompt tokens found in the prefix cache", lambda w: w.load.prefix_hit_tokens),
     "baton_prefix_query_tokens": ("Prompt tokens looked up", lambda w: w.load.prefix_query_tokens),
     "baton_computed_prompt_tokens": ("Prompt tokens computed", lambda w: w.load.computed_prompt_tokens),
+    "baton_fetched_prompt_tokens": ("Taken over from decode workers", lambda w: w.load.fetched_prompt_tokens),
 }
 _ROLE_GAUGES: dict[str, tuple[str, str, Callable[[pb.Load], float]]] = {
     "baton_prefill_waiting_requests": ("prefill", "Prompts before their first chunk", lambda load: load.waiting),

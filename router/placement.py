@@ -65,6 +65,21 @@ def pick(
     return policy.choose(usable, rng) if usable else None
 
 
+class Room(NamedTuple):
+    """What a decode worker could take in: tokens of KV, in whole free blocks, and sequences."""
+
+    tokens: int
+    seats: int
+
+    def fits(self, tokens: int) -> bool:
+        """Whether one more sequence of so many tokens has room."""
+        return self.seats > 0 and tokens <= self.tokens
+
+    def less(self, tokens: int) -> Room:
+        """What is left beside such a sequence."""
+        return Room(self.tokens - tokens, self.seats - 1)
+
+
 class LegId(NamedTuple):
     """A leg among all requests of this router."""
 

@@ -33,19 +33,26 @@ class Record:
         self._prefill_s = 0.0
         self._transfer_s = 0.0
         self._exposed_s = 0.0
+        self._prefilled_at = now
+        self._commit_s = 0.0
         self._last_of_choice: list[float | None] = [None] * choices
 
     def placed(self, prefill: str, decode: str) -> None:
         """The workers that serve the request (the latest ones)."""
         self.prefill_worker, self.decode_worker = prefill, decode
 
+    def moved(self, decode: str) -> None:
+        """Another decode worker goes on with KV that exists."""
+        self.decode_worker = decode
+
     def ticket(self, event: pb.Ticket) -> None:
         """Decode blocks were reserved."""
         self._reserve_s += event.waited_s
         self.decode_cached = event.cached_tokens
 
-    def prefilled(self, event: pb.FirstTokens) -> None:
+    def prefilled(self, event: pb.FirstTokens, now: float) -> None:
         """A prefill ended."""
+        self._prefilled_at = now
         self._queue_s += event.queue_s
         self._prefill_s += event.prefill_s
         if self.prefill_cached is None:
@@ -56,8 +63,9 @@ class Record:
         self._transfer_s += event.transfer_s
         self._exposed_s += event.exposed_s
 
-    def committed(self, event: pb.Committed) -> None:
+    def committed(self, event: pb.Committed, now: float) -> None:
         """A transfer is whole at its receiver."""
+        self._commit_s += max(0.0, now - self._prefilled_at)
         self.kv_bytes += event.bytes
         self.kv_frames += event.frames
 
@@ -106,6 +114,7 @@ class Record:
             prefill_s=self._prefill_s,
             transfer_s=self._transfer_s,
             transfer_exposed_s=self._exposed_s,
+            commit_s=self._commit_s,
             first_gap_s=self.second_gap or 0.0,
             decode_s=self.decode_s,
             kv_bytes=self.kv_bytes,

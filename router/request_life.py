@@ -1,15 +1,15 @@
 """The life of one request, without I/O: events in, actions out, exactly one end.
 
 A request runs as legs (leg_table.py): first one with all its choices; a choice that must move (preempted, or its
-worker was lost) goes on in a leg of its own, with the prompt's ids and the generated ids kept apart. Every placement
-has a new attempt number, and what belongs to an older one is dropped here. Time is the caller's: deadlines come in
-as GiveUp.
+worker was lost) goes on in a leg of its own, with the prompt's ids and the generated ids kept apart. Where the KV of a
+leg that failed is still held by its source, the next leg goes on with that, and falls back to a new prefill when the
+source holds it no more. Every placement has a new attempt number, and what belongs to an older one is dropped here.
+Time is the caller's: deadlines come in as GiveUp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, Cancelled, Exhausted, InternalError, Unavailable
 from . import life_messages as m
 from .ledger import Ledger
+from .leg import Leg, command
 from .leg_table import AT_PREFILL, TABLE, Do, LegEvent, LegState
 from .life_messages import Action, LegKey, Peer
 
@@ -29,21 +30,6 @@ class Outcome(Enum):
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
-
-
-@dataclass(slots=True)
-class Leg:
-    """One pass through a prefill and a decode worker. `tries`: failed passes before it that led to it."""
-
-    key: LegKey
-    choices: list[int]
-    tries: int
-    needs_decode: bool
-    avoid: frozenset[Peer]
-    state: LegState = LegState.PLACING
-    prefill: Peer | None = None
-    decode: Peer | None = None
-    ticket: bytes = b""
 
 
 class _Again(NamedTuple):
@@ -69,6 +55,7 @@ class RequestLife:
         self.outcome: Outcome | None = None
         self.retries = 0
         self.preemptions = 0
+        self.heeded = False  # the last event given to `handle` was in order: not late, stale or out of turn
         self._attempt = 0
 
     def __repr__(self) -> str:
@@ -82,10 +69,15 @@ class RequestLife:
 
     def generated(self, leg: Leg) -> list[int]:
         """The output so far that a resumed leg starts from; [] for a leg that begins its choices."""
-        return self.ledgers[leg.choices[0]].token_ids if len(leg.choices) == 1 else []
+        return leg.generated
+
+    def follows(self, key: LegKey) -> bool:
+        """Whether news of this leg matter: it is live, or its KV is what a live leg goes on with."""
+        return key.attempt in self.legs or any(leg.held == key for leg in self.legs.values())
 
     def handle(self, event: m.Event) -> list[Action]:
         """What to do about `event`; [] also for an event that is late, stale or out of turn."""
+        self.heeded = False
         if self.outcome is not None:
             return []
         match event:
@@ -100,35 +92,89 @@ class RequestLife:
                 return self._emit(leg, LegEvent.TOKENS, tokens) if leg and leg.decode == peer else []
             case _:
                 leg = self.legs.get(event.leg.attempt)
-                return self._leg_event(leg, event) if leg is not None and leg.key == event.leg else []
+                actions = self._leg_event(leg, event) if leg is not None and leg.key == event.leg else []
+                return actions + self._source_event(event)
 
     # ---- events of one leg -----------------------------------------------------------------------------------------
 
     def _leg_event(self, leg: Leg, event: m.Event) -> list[Action]:
         match event:
             case m.Placed(_, prefill, decode):
-                if leg.state is LegState.PLACING:
+                if leg.state in (LegState.PLACING, LegState.REPLACING):
                     leg.prefill, leg.decode = prefill, decode
                 return self._step(leg, LegEvent.PLACED)
             case m.Unplaceable(_, error):
-                return self._end(error) if leg.state is LegState.PLACING else []
+                return self._end(error) if leg.state is LegState.PLACING else self._step(leg, LegEvent.NO_PLACE, error)
             case m.LetThrough():
                 return self._step(leg, LegEvent.LET_THROUGH if leg.decode else LegEvent.LET_THROUGH_ALONE)
             case m.Ticketed(_, peer, ticket) if peer == leg.decode:
-                if leg.state is LegState.RESERVING:
+                if leg.state in (LegState.RESERVING, LegState.REBOOKING):
                     leg.ticket = ticket
                 return self._step(leg, LegEvent.TICKET)
             case m.FirstTokens(_, peer, tokens) if peer == leg.prefill:
                 return self._first_tokens(leg, tokens)
             case m.Sent(_, peer) if peer == leg.prefill:
                 return self._step(leg, LegEvent.SENT)
+            case m.Unsent(_, peer, error) if peer == leg.prefill and leg.decode:
+                return self._step(leg, LegEvent.UNSENT, error)
+            case m.Wanted(_, peer, ticket) if peer == leg.prefill:
+                return self._wanted(leg, ticket)
             case m.Committed(_, peer) if peer == leg.decode:
                 return self._committed(leg)
             case m.Preempted(_, peer, choice) if peer == leg.decode and choice in leg.choices:
                 return self._preempted(leg, choice)
-            case m.Failed(_, peer, error) if peer in (leg.prefill, leg.decode):
+            case m.Migrate(_, choice) if choice in leg.choices:
+                return self._migrate(leg, choice)
+            case m.Held(_, peer, choice) if peer == leg.decode and choice in leg.holding:
+                return self._held(leg, choice)
+            case m.Failed(_, peer, error) if peer == leg.decode:
+                return self._failed(leg, peer, error)
+            case m.Failed(key, peer, error) if peer == leg.prefill and leg.held in (key, None):
                 return self._failed(leg, peer, error)
         return []
+
+    def _source_event(self, event: m.Event) -> list[Action]:
+        """News of a leg that is given up, from the source that holds its KV for later legs."""
+        if not isinstance(event, m.FirstTokens | m.Failed):
+            return []
+        actions: list[Action] = []
+        for leg in list(self.legs.values()):
+            if leg.state not in (LegState.REPLACING, LegState.REBOOKING):
+                continue
+            if (leg.held, leg.prefill) != (event.leg, event.peer) or self.outcome is not None:
+                continue
+            if isinstance(event, m.FirstTokens):
+                actions += self._emit(leg, LegEvent.FIRST_TOKENS, event.tokens)
+            else:
+                actions += self._failed(leg, event.peer, event.error)
+        return actions
+
+    def _wanted(self, leg: Leg, ticket: bytes) -> list[Action]:
+        if leg.state not in (LegState.PREFILLING, LegState.RESENDING) or leg.decode is None:
+            return []
+        self.heeded = True
+        return [m.GivePrefix(leg.key, leg.decode, ticket)]
+
+    def _migrate(self, leg: Leg, choice: int) -> list[Action]:
+        if leg.decode is None or choice in leg.holding or self.ledgers[choice].finished:
+            return []
+        actions = self._step(leg, LegEvent.HOLD)
+        if leg.state is not LegState.DECODING:
+            return actions
+        leg.holding.add(choice)
+        return [*actions, m.HoldChoice(leg.key, leg.decode, choice)]
+
+    def _held(self, leg: Leg, choice: int) -> list[Action]:
+        """The choice goes on in a leg of its own, with the KV that D holds of all its tokens but the last."""
+        leg.holding.discard(choice)
+        ledger = self.ledgers[choice]
+        if (leg.state, LegEvent.HELD) not in TABLE or leg.decode is None or ledger.finished:
+            return []  # one that the router ended was cancelled when it did
+        leg.choices.remove(choice)
+        actions = self._step(leg, LegEvent.HELD)
+        how = _Again(leg.tries, "moved", None, leg.avoid | {leg.decode}, None, 0.0)
+        actions += self._go_on(leg.key, leg.decode, [choice], ledger.token_ids[:-1], how)
+        return actions + self._close_if_done(leg)
 
     def _first_tokens(self, leg: Leg, tokens: Sequence[pb.Token]) -> list[Action]:
         actions = self._emit(leg, LegEvent.FIRST_TOKENS, tokens)
@@ -151,14 +197,15 @@ class RequestLife:
                 fresh += self.ledgers[token.choice].accept(token)
         if fresh:
             actions.append(m.Emit(fresh))
-        unknown_to_decode = leg.state is LegState.DECODING and event is LegEvent.FIRST_TOKENS
-        return actions + self._close_if_done(leg, tell=unknown_to_decode)
+        untold = leg.state in (LegState.DECODING, LegState.REPLACING, LegState.REBOOKING)
+        return actions + self._close_if_done(leg, tell=untold and event is LegEvent.FIRST_TOKENS)
 
     def _preempted(self, leg: Leg, choice: int) -> list[Action]:
         if (leg.state, LegEvent.PREEMPTED) not in TABLE or self.ledgers[choice].finished:
             return []
         self.preemptions += 1
         leg.choices.remove(choice)
+        leg.holding.discard(choice)  # D no longer has it to hold
         actions = self._step(leg, LegEvent.PREEMPTED)
         actions += self._open([choice], _Again(leg.tries, "preempted", None, frozenset(), None, 0.0))
         return actions + self._close_if_done(leg)
@@ -166,7 +213,7 @@ class RequestLife:
     def _failed(self, leg: Leg, peer: Peer, error: BatonError) -> list[Action]:
         at_decode = peer == leg.decode
         if leg.state is LegState.DECODING and not at_decode:
-            return []  # P is no part of the leg any more
+            return self._step(leg, LegEvent.PREFILL_GONE)  # P is no part of the leg any more
         if not error.retryable:
             return self._end(error)
         return self._step(leg, LegEvent.DECODE_GONE if at_decode else LegEvent.PREFILL_GONE, error)
@@ -186,6 +233,7 @@ class RequestLife:
     def _stop(self, choice: int) -> list[Action]:
         if not self.ledgers[choice].stop():
             return []
+        self.heeded = True
         actions: list[Action] = []
         for leg in list(self.legs.values()):
             if choice in leg.choices:
@@ -199,6 +247,7 @@ class RequestLife:
         return [m.CancelChoices(leg.key, leg.decode, tuple(choices))]
 
     def _end(self, error: BatonError | None) -> list[Action]:
+        self.heeded = True
         actions: list[Action] = []
         for leg in list(self.legs.values()):
             actions += self._step(leg, LegEvent.DROP)
@@ -223,6 +272,7 @@ class RequestLife:
         rule = TABLE.get((leg.state, event))
         if rule is None:
             return []
+        self.heeded = True
         before, leg.state = leg.state, rule.state
         actions: list[Action] = []
         if before in AT_PREFILL and rule.state not in AT_PREFILL:
@@ -240,51 +290,79 @@ class RequestLife:
                 leg.prefill = leg.decode = None
                 return [m.Place(leg.key, "first", leg.needs_decode, None, leg.avoid, None)]
             case Do.ENTER_GATE if leg.prefill:
-                return [m.EnterGate(leg.key, leg.prefill, self.prompt_tokens + len(self.generated(leg)))]
-            case Do.RESERVE if leg.decode:
-                return [m.Reserve(leg.key, leg.decode)]
-            case Do.PREFILL if leg.prefill:
-                return [m.Prefill(leg.key, leg.prefill, leg.ticket)]
-            case Do.RELEASE_PREFILL if leg.prefill:
-                return [m.ReleaseLeg(leg.key, leg.prefill)]
-            case Do.CANCEL_PREFILL if leg.prefill:
-                return [m.CancelLeg(leg.key, leg.prefill)]
-            case Do.CANCEL_DECODE if leg.decode:
-                return [m.CancelLeg(leg.key, leg.decode)]
+                return [m.EnterGate(leg.key, leg.prefill, self.prompt_tokens + len(leg.generated))]
             case Do.AGAIN if error:
                 return self._again(leg, event, error)
-        return []  # EMIT and MOVE are done where the event's content is at hand
+            case Do.RESEND if error:
+                return self._resend(leg, error)
+        return command(do, leg)  # none for EMIT, HOLD and MOVE: done where the event's content is at hand
 
     def _again(self, leg: Leg, event: LegEvent, error: BatonError) -> list[Action]:
         """Repeats the unfinished choices of a leg that failed: together if none has begun, else each in its own leg.
 
-        An answer that has begun does not end because pools are full: that waits, and counts as no failed try.
+        An answer that has begun does not end because pools are full: that waits, and counts as no failed try. Nor does
+        it count when KV that existed could not be used: the leg before was counted.
         """
-        choices = [choice for choice in leg.choices if not self.ledgers[choice].finished]
-        begun = any(self.ledgers[choice].token_ids for choice in choices)
+        choices, begun = self._unfinished(leg)
         full = error.code == Exhausted.code
-        tries = leg.tries if full and begun else leg.tries + 1
-        if tries >= self.attempts_limit:
-            return self._end(error)
-        self.retries += 1
-        for choice in choices:
-            self.ledgers[choice].forget_early()
         decode_gone = event is LegEvent.DECODE_GONE
-        culprit = leg.decode if decode_gone else leg.prefill
+        unusable = leg.resent and not decode_gone
+        culprit = None if unusable else leg.decode if decode_gone else leg.prefill
         again = _Again(
-            tries,
-            "retry",
-            leg.prefill if decode_gone else None,
+            leg.tries if unusable or (full and begun) else leg.tries + 1,
+            "recompute" if unusable else "retry",
+            leg.prefill if decode_gone or unusable else None,
             leg.avoid | {culprit} if culprit else leg.avoid,
             error if full and not begun else None,
             max(error.retry_after_s, _FULL_WAIT_S) if full and begun else 0.0,
         )
+        if again.tries >= self.attempts_limit:
+            return self._end(error)
+        self.retries += not unusable
+        for choice in choices:
+            self.ledgers[choice].forget_early()
         groups = [[choice] for choice in choices] if begun else [choices]
         return [action for group in groups for action in self._open(group, again)]
 
+    def _resend(self, leg: Leg, error: BatonError) -> list[Action]:
+        """Goes on with the KV that the leg's source holds, all unfinished choices together, at another D."""
+        if leg.prefill is None or leg.held is None or leg.decode is None:
+            return self._end(error)  # not in a state that asks for this
+        choices, begun = self._unfinished(leg)
+        full = error.code == Exhausted.code
+        how = _Again(
+            leg.tries if full and begun else leg.tries + 1,
+            "retry",
+            None,
+            leg.avoid | {leg.decode},
+            error if full and not begun else None,
+            max(error.retry_after_s, _FULL_WAIT_S) if full and begun else 0.0,
+        )
+        if how.tries >= self.attempts_limit:
+            return [m.CancelHeld(leg.held, leg.prefill, tuple(leg.choices)), *self._end(error)]
+        self.retries += 1
+        return self._go_on(leg.held, leg.prefill, choices, leg.generated, how)
+
+    def _unfinished(self, leg: Leg) -> tuple[list[int], bool]:
+        """The leg's choices that have not ended, and whether any of them has begun."""
+        choices = [choice for choice in leg.choices if not self.ledgers[choice].finished]
+        return choices, any(self.ledgers[choice].token_ids for choice in choices)
+
     def _open(self, choices: list[int], how: _Again) -> list[Action]:
+        """A leg that begins with a prefill."""
         self._attempt += 1
-        left = self.max_tokens - len(self.ledgers[choices[0]].token_ids)
+        said = self.ledgers[choices[0]].token_ids
+        left = self.max_tokens - len(said)
         key = LegKey(self._attempt, choices[0])
-        self.legs[key.attempt] = Leg(key, choices, how.tries, needs_decode=left > 1, avoid=how.avoid)
+        generated = list(said) if len(choices) == 1 else []
+        self.legs[key.attempt] = Leg(key, choices, how.tries, left > 1, how.avoid, generated)
         return [m.Place(key, how.cause, left > 1, how.prefer, how.avoid, how.refused, how.after_s)]
+
+    def _go_on(self, held: LegKey, source: Peer, choices: list[int], generated: list[int], how: _Again) -> list[Action]:
+        """A leg that begins with KV that exists: of the prompt and `generated`, at `source`, known there as `held`."""
+        self._attempt += 1
+        key = LegKey(self._attempt, choices[0])
+        leg = Leg(key, choices, how.tries, True, how.avoid, generated, LegState.REPLACING, source)
+        leg.held, leg.resent = held, True
+        self.legs[key.attempt] = leg
+        return [m.Place(key, how.cause, True, None, how.avoid, how.refused, how.after_s, source)]

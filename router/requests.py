@@ -101,6 +101,7 @@ class Timing:
     prefill_s: float
     transfer_s: float
     transfer_exposed_s: float
+    commit_s: float
     first_gap_s: float
     decode_s: float
     kv_bytes: int

@@ -17,6 +17,7 @@ from typing import Protocol
 import grpc
 
 from ..proto import worker_pb2 as pb
+from ..proto.failpoints import reach_async
 from ..proto.worker_pb2_grpc import WorkerStub
 from .channels import CLIENT_OPTIONS
 from .life_messages import Peer
@@ -121,6 +122,8 @@ class Session:
                 if event.HasField("welcome"):
                     self._welcomed(event.welcome)
                 elif self.welcome is not None:
+                    if event.HasField("first"):
+                        await reach_async("router.handoff")
                     self._listener.session_event(self.member.peer, event)
         raise ConnectionError("the worker closed the session")
 

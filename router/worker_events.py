@@ -9,7 +9,9 @@ from ..proto.errors import from_wire
 from . import life_messages as m
 from .life_messages import LegKey, Peer
 
-LegNews = m.Ticketed | m.FirstTokens | m.Sent | m.Committed | m.Preempted | m.Failed | m.Tokens
+LegNews = (
+    m.Ticketed | m.FirstTokens | m.Sent | m.Unsent | m.Wanted | m.Committed | m.Preempted | m.Held | m.Failed | m.Tokens
+)
 
 
 def translate(peer: Peer, event: pb.WorkerEvent) -> Iterator[tuple[str, LegNews]]:
@@ -33,6 +35,13 @@ def translate(peer: Peer, event: pb.WorkerEvent) -> Iterator[tuple[str, LegNews]
         case "preempted":
             preempted = event.preempted
             yield preempted.leg.request_id, m.Preempted(_key(preempted.leg), peer, preempted.choice)
+        case "unsent":
+            unsent = event.unsent
+            yield unsent.leg.request_id, m.Unsent(_key(unsent.leg), peer, from_wire(unsent.code, unsent.message))
+        case "want":
+            yield event.want.leg.request_id, m.Wanted(_key(event.want.leg), peer, event.want.ticket)
+        case "held":
+            yield event.held.leg.request_id, m.Held(_key(event.held.leg), peer, event.held.choice)
         case "failed":
             failed = event.failed
             error = from_wire(failed.code, failed.message, failed.field, failed.retry_after_s)

@@ -49,6 +49,15 @@ def test_a_taken_port_too_little_memory_and_missing_gpus_are_found_together(tiny
     assert "-> " in found["memory"]
 
 
+def test_files_of_tls_that_cannot_be_used_are_found_before_the_start(tiny_dir: Path, tmp_path: Path) -> None:
+    for name in ("rank.pem", "rank.key", "ca.pem"):
+        (tmp_path / name).write_text("no certificate")
+    files = {"kv.transport": "auto", "kv.tls.certificate": "rank.pem", "kv.tls.key": "rank.key", "kv.tls.ca": "ca.pem"}
+    code, found = doctor(tmp_path, merged(tiny_config(tiny_dir), files))
+    assert code == 1
+    assert found["transport"].startswith("fail transport: kv.tls: certificate ")
+
+
 def test_a_missing_model_is_a_finding_and_the_rest_is_still_checked(tmp_path: Path) -> None:
     code, found = doctor(tmp_path, tiny_config(tmp_path / "none"))
     assert code == 1

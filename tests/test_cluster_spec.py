@@ -10,6 +10,7 @@ from baton.cluster import config_load, spec, yaml_tree
 from baton.cluster.config import Config
 from baton.cluster.rank_runtime import check_visible_devices
 from baton.cluster.units import human_bytes, parse_bytes, parse_duration, parse_rate, show_bytes, show_duration
+from baton.kv_transfer.params import TLSFiles
 from baton.proto.errors import ConfigError
 
 
@@ -24,6 +25,16 @@ def test_a_workers_specification_survives_json(worker: str) -> None:
     assert len(built.params.secret) == 64
 
 
+def test_the_files_of_tls_are_found_from_anywhere(tmp_path: Path) -> None:
+    for name in ("rank.pem", "rank.key", "ca.pem"):
+        (tmp_path / name).touch()
+    text = "model: {path: m}\nkv: {max_links: 7, tls: {certificate: rank.pem, key: rank.key, ca: ca.pem}}"
+    built = spec.SpecBuilder(config_load.build(yaml_tree.parse(text, "c"), tmp_path)).worker("decode-0", "inc", 0, "")
+    again = spec.spec_from_json(json.loads(json.dumps(spec.spec_to_json(built)))).params.transfer
+    assert again.max_links == 7
+    assert again.tls == TLSFiles(*(str(tmp_path / name) for name in ("rank.pem", "rank.key", "ca.pem")))
+
+
 def test_the_routers_parameters_survive_json() -> None:
     params = spec.router_params(config(), "m", "127.0.0.1:9")
     assert spec.router_from_json(json.loads(json.dumps(spec.router_to_json(params)))) == params
@@ -31,12 +42,17 @@ def test_the_routers_parameters_survive_json() -> None:
 
 def test_pools_may_differ_from_kv() -> None:
     built = spec.SpecBuilder(
-        config("kv: {block_size: 8, memory: 1MiB}\npools: {decode: {block_size: 32, memory: 2MiB}}")
+        config(
+            "kv: {block_size: 8, memory: 1MiB, dtype: float16, wire: int8}\n"
+            "pools: {decode: {block_size: 32, memory: 2MiB, kv_dtype: auto}}"
+        )
     )
     prefill = built.worker("prefill-0", "i", 0, "").params.engine
     decode = built.worker("decode-0", "i", 0, "").params.engine
     assert (prefill.block_size, prefill.kv_bytes) == (8, 2**20)
     assert (decode.block_size, decode.kv_bytes) == (32, 2**21)
+    assert (prefill.kv_dtype, decode.kv_dtype) == ("float16", "auto")
+    assert built.worker("decode-0", "i", 0, "").params.transfer.wire == "int8"
 
 
 def test_each_incarnation_has_a_secret_that_its_ranks_share() -> None:

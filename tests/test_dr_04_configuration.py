@@ -93,7 +93,7 @@ def test_null_is_a_mistake_where_a_value_is_needed_and_the_default_where_not() -
         ("hardware: 8", "hardware: is 8, but must be text (in quotes)"),
         (
             "kv: {transport: inlin}",
-            "kv.transport: is inlin, but must be auto, inline, gloo or nccl; did you mean inline?",
+            "kv.transport: is inlin, but must be auto, inline, shm, gloo, nccl or cuda_ipc; did you mean inline?",
         ),
         ("router: {grpc: localhost}", "router.grpc: is localhost, but expected HOST:PORT"),
     ],

@@ -48,7 +48,7 @@ def greedy(prompt: list[int], generated: list[int]) -> Draw:
     ("changes", "message"),
     [
         ({"dtype": "float8"}, "model.dtype: 'float8' is not one of float32, bfloat16"),
-        ({"kv_dtype": "bfloat16"}, "kv.dtype: 'bfloat16' differs from model.dtype 'float32'"),
+        ({"kv_dtype": "float8"}, "kv.dtype: 'float8' is not one of auto, float32, bfloat16, float16"),
         ({"threads": 0}, "threads: 0 must be at least 1"),
         ({"block_size": 0}, "block_size: 0"),
         ({"kv_blocks": 0}, "kv_blocks: 0 must be at least 1"),

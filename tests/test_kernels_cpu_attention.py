@@ -114,3 +114,36 @@ def test_kv_of_another_dtype_is_converted() -> None:
     ours = case.attend([(0, 0, 80)], 16)[0]
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, expected, atol=0.05, rtol=0.05)
+
+
+MIXED = [
+    (query, pool)
+    for query in (torch.float32, torch.bfloat16)
+    for pool in (torch.float32, torch.bfloat16, torch.float16)
+    if query != pool
+]
+
+
+def _mixed(query: torch.dtype, pool: torch.dtype) -> Case:
+    case = Case(9, 3, 64, query, [200, 70, 5])
+    case.keys, case.values = ([part.to(pool) for part in parts] for parts in (case.keys, case.values))
+    return case
+
+
+@pytest.mark.parametrize(("query", "pool"), MIXED)
+def test_kv_04_another_dtype_in_the_pool_equals_the_reference(query: torch.dtype, pool: torch.dtype) -> None:
+    """Only what the pool itself rounded is lost: the sums are float32's, and the result is rounded to the query's."""
+    case = _mixed(query, pool)
+    pieces = [(0, 50, 200), (1, 69, 70), (2, 0, 5)]
+    ours, expected = case.attend(pieces, 16), case.attend(pieces, 16, plain=True)
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=TOLERANCE[query], rtol=TOLERANCE[query])
+
+
+@pytest.mark.parametrize("pool", [torch.float32, torch.float16])
+def test_kv_04_bits_do_not_depend_on_the_step_with_another_dtype_either(pool: torch.dtype) -> None:
+    case = _mixed(torch.bfloat16, pool)
+    whole = [case.attend([(i, 0, n)], 16)[0] for i, n in enumerate((200, 70))]
+    for step in ([(0, 0, 3), (1, 69, 70), (0, 199, 200), (0, 3, 90)], [(1, 0, 1), (1, 1, 40), (0, 100, 101)]):
+        for (index, start, stop), part in zip(step, case.attend(step, 24), strict=True):
+            assert torch.equal(part, whole[index][start:stop]), (index, start, stop)

@@ -75,11 +75,11 @@ def test_a_carrier_that_cannot_be_built_leaves_the_link_inline(
 
 @pytest.mark.parametrize("method", ["send", "receive"])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("at", [2, 3])
+@pytest.mark.parametrize("at", [2, 3, 4])
 def test_a_carrier_that_fails_later_is_replaced_within_the_request(
     method: str, late: bool, at: int, used: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`late`: the bytes did arrive and only this end thinks that they did not. The first use is the start-up probe."""
+    """`late`: the bytes did arrive and only this end thinks that they did not. Uses 1 and 2 are the start-up's."""
     original = getattr(TorchCarrier, method)
     calls, lock = [0], threading.Lock()
 
@@ -113,7 +113,7 @@ def test_kv_06_gloo_bytes_are_verified_too(monkeypatch: pytest.MonkeyPatch) -> N
 
     def flipping(self: TorchCarrier, payload: torch.Tensor) -> None:
         calls[0] += 1
-        if calls[0] == 3:
+        if calls[0] == 4:
             payload = payload.clone()
             payload[17] ^= 1
         original(self, payload)

@@ -1,18 +1,24 @@
-"""Random bytes, pickles and broken headers: the link ends quickly, nothing is allocated for them, nothing is placed."""
+"""Random bytes, pickles, broken headers, damaged payloads: always refused, never placed, nothing allocated or left."""
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 import socket
+import threading
+import time
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 import pytest
 from baton.kv_transfer.events import Sent
 from baton.kv_transfer.frames import MAX_FRAME_BYTES, FrameHeader
+from baton.tests.harness.kv_fuzzer import PICKLE_LEAVES, Fuzzer
 from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer
-from baton.tests.harness.kv_rig import LEG, rig
+from baton.tests.harness.kv_rig import LEG, PARAMS, rig
 
 
 def _prefix(kind: int, size: int) -> bytes:
@@ -91,3 +97,35 @@ def test_headers_survive_their_own_round_trip_only() -> None:
                 FrameHeader.unpack([*packed[:index], wrong, *packed[index + 1 :]])
     with pytest.raises(ValueError):
         FrameHeader.unpack(packed[:-1])
+
+
+@pytest.mark.parametrize(
+    ("carrier", "count"),
+    [
+        ("inline", 2_000),
+        ("shm", 1_000),
+        pytest.param("inline", 100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param("shm", 50_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_wrong_frames_and_messages_are_never_placed(carrier: str, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Against the real receive path over real sockets; the receiver serves a good leg afterwards."""
+    caplog.set_level(logging.ERROR)
+    patient = replace(PARAMS, frame_timeout_s=30.0, connect_timeout_s=10.0, transport="auto")
+    with rig(SHAPE, SHAPE, patient) as pair:
+        threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        fuzzer = Fuzzer(pair, count, carrier)
+        fuzzer.run(count)
+        assert sum(fuzzer.counts.values()) == count
+        assert fuzzer.placed > count / 100
+        assert min(fuzzer.counts.values()) > count / 50
+        assert not os.path.exists(PICKLE_LEAVES)
+        assert not caplog.records, "the receiver had to expect all of this"
+        deadline = time.monotonic() + 15
+        while threading.active_count() > threads or len(os.listdir("/proc/self/fd")) > descriptors:
+            assert time.monotonic() < deadline, "a thread or a descriptor is left"
+            time.sleep(0.02)
+        pair.targets[0].data.zero_()
+        pair.send(LEG, PROMPT)
+        pair.sent[0].wait(Sent)
+        pair.assert_equal(PROMPT)

@@ -113,6 +113,7 @@ def _ticket(book: TicketBook) -> Ticket:
         cached_tokens=3,
         prompt_tokens=9,
         carrier="inline",
+        lifetime_s=60.0,
     )
 
 

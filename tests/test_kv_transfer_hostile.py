@@ -143,6 +143,8 @@ def test_a_complete_leg_is_not_hurt_by_what_comes_late() -> None:
         ({"rank": 7}, "rank 7"),
         ({"layout": replace(SHAPE, layers=5).pack()}, "layers: prefill has 5, decode has 4"),
         ({"layout": replace(SHAPE, kv_heads=10**12).pack()}, "kv_heads"),
+        ({"layout": replace(SHAPE, dtype="float8").pack()}, "prefill: dtype is 'float8', not one of float32"),
+        ({"codec": "int8"}, "kv.wire: prefill has 'int8', decode has 'raw'"),
         ({"layout": replace(SHAPE, head_ranges=((0, 1),)).pack()}, "1 of 2 kv heads"),
         ({"layout": b"\x01"}, "not a KV layout"),
     ],
@@ -186,6 +188,7 @@ def test_a_decode_rank_that_never_answers_is_given_up() -> None:
             cached_tokens=0,
             prompt_tokens=PROMPT,
             carrier="inline",
+            lifetime_s=60.0,
         )
         began = time.monotonic()
         pair.open(LEG, ticket, PROMPT, pair.source_blocks(PROMPT))

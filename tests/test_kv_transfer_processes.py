@@ -1,4 +1,4 @@
-"""Transfers between two real processes, over both carriers, and what a survivor sees when its peer dies or freezes."""
+"""Transfers between two real processes, over each carrier, and what a survivor sees when its peer dies or freezes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -82,6 +83,15 @@ def _start(source: Peer, target: Peer, request: str = "request") -> None:
     source.tell("open", request, ticket=target.next("ticket")["ticket"])
 
 
+def _holds_a_ring(peer: Peer) -> bool:
+    """Whether it still maps the memory of a ring some time after the link ended."""
+    for _ in range(100):
+        if "memfd:baton-kv" not in Path(f"/proc/{peer.process.pid}/maps").read_text():
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def _await_first_bytes(target: Peer) -> None:
     for _ in range(500):
         target.tell("placed")
@@ -91,7 +101,7 @@ def _await_first_bytes(target: Peer) -> None:
     raise AssertionError("nothing was placed")
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("inline", "inline"), ("gloo", "gloo")])
+@pytest.mark.parametrize(("prefill", "decode"), [("inline", "inline"), ("gloo", "gloo"), ("shm", "shm")])
 def test_a_leg_arrives_and_all_listeners_are_on_loopback(prefill: str, decode: str) -> None:
     with _peers(prefill, decode) as (source, target):
         for request in ("one", "two"):
@@ -104,11 +114,13 @@ def test_a_leg_arrives_and_all_listeners_are_on_loopback(prefill: str, decode: s
             target.tell("compare")
             assert target.next("equal")["equal"]
         for peer in (source, target):
+            memory = Path(f"/proc/{peer.process.pid}/maps").read_text()
+            assert ("memfd:baton-kv" in memory) == (prefill == "shm")
             connections = psutil.Process(peer.process.pid).net_connections("tcp")
             assert {connection.laddr.ip for connection in connections} == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("transport", ["inline", "gloo"])
+@pytest.mark.parametrize("transport", ["inline", "gloo", "shm"])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_cf_07_the_survivor_reports_a_dead_or_frozen_peer(transport: str, victim: str, how: signal.Signals) -> None:
@@ -126,12 +138,25 @@ def test_cf_07_the_survivor_reports_a_dead_or_frozen_peer(transport: str, victim
         assert report["event"] == ("ReceiveFailed" if victim == "prefill" else "SendFailed")
         if how == signal.SIGKILL:
             assert time.monotonic() - began < 1.5
+        assert not _holds_a_ring(survivor)
 
 
-@pytest.mark.parametrize("transport", ["inline", "gloo"])
-def test_a_peer_that_dies_between_announcement_and_payload(transport: str) -> None:
-    """`exit` at the second frame: the first one is on its way."""
-    with _peers(transport, transport, "prefill.first_frame=sleep(0.2);prefill.frame=exit") as (source, target):
+_SECOND = "prefill.first_frame=sleep(0.2);prefill.frame=exit"
+
+
+@pytest.mark.parametrize(
+    ("transport", "failpoints"),
+    [
+        ("inline", _SECOND),
+        ("gloo", _SECOND),
+        ("shm", _SECOND),
+        ("inline", "prefill.half_payload=exit@2"),
+        ("gloo", "prefill.mid_frame=exit@2"),
+    ],
+)
+def test_a_peer_that_dies_between_announcement_and_payload(transport: str, failpoints: str) -> None:
+    """`exit` while the first frame is on its way, or in the middle of the second."""
+    with _peers(transport, transport, failpoints) as (source, target):
         _start(source, target)
         source.tell("computed", tokens=[0, TOKENS])
         assert target.next("event")["event"] == "ReceiveFailed"

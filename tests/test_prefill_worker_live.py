@@ -136,7 +136,7 @@ async def test_a_prompt_as_long_as_the_context_and_one_token_too_long(tiny_dir: 
 
 
 async def test_lc_06_a_cancelled_prompt_stops_within_one_chunk(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_ACTIONS", {"prefill.chunk": "sleep(0.1)"})
+    monkeypatch.setattr(failpoints, "_RULES", failpoints.parse("prefill.chunk=sleep(0.1)"))
     slow = prefill_params(engine_params(tiny_dir), max_batch_tokens=8)
     async with pair(slow, decode_params(engine_params(tiny_dir))) as router:
         leg = leg_message(prompt_of(200), sampling(max_tokens=5))
@@ -157,14 +157,14 @@ async def test_cf_03_a_leg_that_fails_at_a_gate_keeps_its_reason_and_its_neighbo
     tiny_dir: Path, alone: Monolithic, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     async with pair(prefill_params(engine_params(tiny_dir)), decode_params(engine_params(tiny_dir))) as router:
-        monkeypatch.setattr(failpoints, "_ACTIONS", {point: "raise"})
+        monkeypatch.setattr(failpoints, "_RULES", failpoints.parse(f"{point}=raise"))
         leg = leg_message(prompt_of(9), sampling(max_tokens=5))
         ticket = await router.reserve(leg)
         await router.prefill.send(pb.RouterCommand(prefill=pb.Prefill(leg=leg, ticket=ticket.ticket)))
         side = router.prefill if point.startswith("prefill") else router.decode
         failed = await side.failed(key_of(leg))
         assert (failed.code, failed.message) == ("internal", f"failpoint {point}")
-        monkeypatch.setattr(failpoints, "_ACTIONS", {})
+        monkeypatch.setattr(failpoints, "_RULES", {})
         for session in (router.prefill, router.decode):
             await session.send(pb.RouterCommand(cancel=pb.Cancel(leg=ref_of(key_of(leg)))))
         check(alone, prompt_of(9), await router.generate(prompt_of(9), sampling(max_tokens=5)), max_tokens=5)

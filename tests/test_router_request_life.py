@@ -154,8 +154,11 @@ def test_an_answer_that_has_begun_waits_while_the_pools_are_full() -> None:
 def test_failed_transfer_repeats_with_the_same_prefill_worker() -> None:
     life = prefilling()
     actions = life.handle(m.Failed(K1, D, TransferFailed("checksum")))
-    assert m.CancelLeg(K1, P) in actions
-    assert actions[-1] == m.Place(K2, "retry", True, P, frozenset({D}), None)
+    assert actions == [
+        m.PrefillOver(K1),
+        m.LegOver(K1),
+        m.Place(K2, "retry", True, None, frozenset({D}), None, source=P),
+    ]
 
 
 def test_begun_choices_resume_one_by_one_with_their_tokens() -> None:
@@ -293,23 +296,37 @@ class World:
         self.said: dict[int, list[int]] = {}
         self.todo: list[m.Event] = []  # what the router itself owes: placements, gates
         self.in_gate: set[LegKey] = set()
+        self.held: set[tuple[LegKey, Peer, int]] = set()  # choices that left their batch
 
     def feed(self, event: m.Event, place: Callable[[m.Place], m.Event] | None = None) -> None:
         if isinstance(event, m.WorkerLost):
             self.at_prefill = {held for held in self.at_prefill if held[1] != event.peer}
             self.at_decode = {held for held in self.at_decode if held[1] != event.peer}
+            self.held = {held for held in self.held if held[1] != event.peer}
         if isinstance(event, m.Failed):
             self.at_prefill.discard((event.leg, event.peer))
             self.at_decode.discard((event.leg, event.peer))
+            self.held = {held for held in self.held if held[:2] != (event.leg, event.peer)}
+        if isinstance(event, m.Held) and self._holds(event):
+            self.held.add((event.leg, event.peer, event.choice))
         over_before = self.life.outcome
         actions = self.life.handle(event)
         assert not (over_before and actions), "something after the end"
         for action in actions:
             self._do(action, place)
-        if isinstance(event, m.Tokens | m.Preempted):  # the worker frees a leg whose choices all ended or moved
+        if isinstance(
+            event, m.Tokens | m.Preempted | m.Held
+        ):  # the worker frees a leg whose choices all ended or moved
             attempt = event.attempt if isinstance(event, m.Tokens) else event.leg.attempt
             ended = {held for held in self.at_decode if held[0].attempt == attempt and held[1] == event.peer}
             self.at_decode -= ended if attempt not in self.life.legs else set()
+
+    def _holds(self, event: m.Held) -> bool:
+        """Whether the worker was asked for this and has not been told to forget it since."""
+        leg = self.life.legs.get(event.leg.attempt)
+        if leg is None or (leg.decode, leg.key) != (event.peer, event.leg):
+            return False
+        return event.choice in leg.holding and not self.life.ledgers[event.choice].finished
 
     def _do(self, action: m.Action, place: Callable[[m.Place], m.Event] | None) -> None:
         match action:
@@ -318,6 +335,13 @@ class World:
             case m.EnterGate(leg):
                 self.in_gate.add(leg)
                 self.todo.append(m.LetThrough(leg))
+            case m.HandOver(leg, peer, _, held):
+                self.at_prefill.discard((held, peer))
+                self.held = {one for one in self.held if one[:2] != (held, peer) or one[2] != leg.first_choice}
+                self.at_prefill.add((leg, peer))
+            case m.CancelHeld(leg, peer, choices):
+                self.at_prefill.discard((leg, peer))
+                self.held -= {(leg, peer, choice) for choice in choices}
             case m.PrefillOver(leg):
                 assert leg in self.in_gate or leg == K1
                 self.in_gate.discard(leg)
@@ -328,8 +352,10 @@ class World:
             case m.CancelLeg(leg, peer):
                 self.at_prefill.discard((leg, peer))
                 self.at_decode.discard((leg, peer))
+                self.held = {one for one in self.held if one[:2] != (leg, peer)}
             case m.CancelChoices(leg, peer, choices):
                 assert (leg, peer) in self.at_decode
+                self.held -= {(leg, peer, choice) for choice in choices}
                 assert all(self.life.ledgers[choice].stopped_here for choice in choices)
             case m.ReleaseLeg(leg, peer):
                 self.at_prefill.discard((leg, peer))
@@ -346,6 +372,7 @@ class World:
         assert not self.life.legs
         assert not self.at_prefill
         assert not self.at_decode
+        assert not self.held
         assert not self.in_gate
 
 
@@ -381,6 +408,8 @@ def _news(life: RequestLife, rng: random.Random, max_tokens: int) -> m.Event:
     peer_p, peer_d = (leg.prefill, leg.decode) if leg else (P, D)
     peer_p = peer_p if peer_p and rng.random() < 0.95 else rng.choice([P, P2])
     peer_d = peer_d if peer_d and rng.random() < 0.95 else rng.choice([D, D2])
+    holding = sorted(leg.holding) if leg else []
+    source_key = leg.held if leg and leg.held else key
     options: list[Callable[[], m.Event]] = [
         lambda: m.Ticketed(key, peer_d, b"t"),
         lambda: m.FirstTokens(key, peer_p, _tokens(life, choices, rng, 1, max_tokens)),
@@ -391,10 +420,17 @@ def _news(life: RequestLife, rng: random.Random, max_tokens: int) -> m.Event:
         lambda: m.Preempted(key, peer_d, rng.choice(choices)) if choices else m.Sent(key, peer_p),
         lambda: m.StopMatched(rng.randrange(len(life.ledgers))),
         lambda: m.LetThrough(key),
+        lambda: m.Migrate(key, rng.choice(choices)) if choices else m.Sent(key, peer_p),
+        lambda: m.Held(key, peer_d, rng.choice(holding)) if holding else m.Sent(key, peer_p),
+        lambda: m.Held(key, peer_d, rng.choice(holding)) if holding else m.Sent(key, peer_p),
+        lambda: m.Wanted(key, peer_p, b"t"),
+        lambda: m.FirstTokens(source_key, peer_p, _tokens(life, choices, rng, 1, max_tokens)),
     ]
     if rng.random() < 0.15:
         error = rng.choice(ERRORS)
         options += [lambda: m.Failed(key, rng.choice([peer_p, peer_d]), error)] * 3
+        options += [lambda: m.Failed(source_key, peer_p, error)]
+        options += [lambda: m.Unsent(key, peer_p, TransferFailed("link"))] * 3
         options += [lambda: m.WorkerLost(rng.choice([peer_p, peer_d]))] * 3
     return rng.choice(options)()
 
@@ -409,7 +445,9 @@ def test_random_walks_end_once_and_leave_nothing(seed: int, n: int, max_tokens: 
     def place(action: m.Place) -> m.Event:
         if rng.random() < 0.05:
             return m.Unplaceable(action.leg, Unavailable("nobody"))
-        return m.Placed(action.leg, rng.choice([P, P2]), rng.choice([D, D2]) if action.needs_decode else None)
+        prefill = action.source or rng.choice([P, P2])
+        decode = rng.choice([peer for peer in (D, D2) if peer != action.source])
+        return m.Placed(action.leg, prefill, decode if action.needs_decode else None)
 
     for action in life.start():
         world._do(action, place)
@@ -435,12 +473,15 @@ def test_every_state_can_be_dropped_and_over_is_final() -> None:
 
 
 def test_whoever_may_hold_something_is_told_when_the_leg_is_over() -> None:
-    holds_decode = {LegState.RESERVING, LegState.PREFILLING, LegState.HANDOVER, LegState.DECODING}
-    holds_prefill = {LegState.PREFILLING, LegState.HANDOVER}
+    before_commit = {LegState.PREFILLING, LegState.HANDOVER, LegState.RESENDING}
+    holds_decode = before_commit | {LegState.RESERVING, LegState.REBOOKING, LegState.DECODING}
+    holds_source = {LegState.REPLACING, LegState.REBOOKING}
     for (state, event), rule in TABLE.items():
         if rule.state is not LegState.OVER or event is LegEvent.FINISHED:
             continue
         if state in holds_decode and event is not LegEvent.DECODE_GONE:
             assert Do.CANCEL_DECODE in rule.actions, (state, event)
-        if state in holds_prefill and event is not LegEvent.PREFILL_GONE:
-            assert Do.CANCEL_PREFILL in rule.actions, (state, event)
+        if state in before_commit and event is not LegEvent.PREFILL_GONE:
+            assert {Do.CANCEL_PREFILL, Do.RESEND} & set(rule.actions), (state, event)
+        if state in holds_source and event is not LegEvent.PREFILL_GONE:
+            assert {Do.CANCEL_HELD, Do.RESEND} & set(rule.actions), (state, event)

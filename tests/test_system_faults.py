@@ -15,7 +15,6 @@ import grpc
 import httpx
 import psutil
 import pytest
-from baton.tests.harness.client import expect_status
 from baton.tests.harness.gates import Gates
 from baton.tests.harness.oracles import Reference, check_processes, footprint, total
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
@@ -60,24 +59,6 @@ def ids(length: int, start: int = 0) -> list[int]:
 
 
 LONG: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_lc_07_cancel_at_every_gate(rig: Rig, gates: Gates, point: str) -> None:
-    gates.close(point)
-    stream = rig.client.stream(token_ids=ids(40, start=POINTS.index(point) + 1), **LONG)
-    reader = threading.Thread(target=lambda: _drain(stream))
-    reader.start()
-    gates.wait_reached(point)
-    stream.cancel()
-    reader.join(10)
-    gates.release(point)
-    rig.quiesce()
-
-
-def _drain(stream: Any) -> None:
-    with expect_status():
-        stream.rest()
 
 
 def test_sp_01_what_never_fits_is_refused_with_the_capacity(rig: Rig) -> None:

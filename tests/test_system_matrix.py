@@ -32,7 +32,7 @@ class Row(NamedTuple):
 FLOAT32 = [
     Row("tp1-tp1-inline", (1, 1), (16, 16), 512, "inline", "float32"),
     Row("tp1-tp2-gloo", (1, 2), (8, 32), 64, "gloo", "float32"),
-    Row("tp2-tp1-inline", (2, 1), (32, 8), 64, "inline", "float32"),
+    Row("tp2-tp1-shm", (2, 1), (32, 8), 64, "shm", "float32"),
     Row("tp1-tp3-gloo", (1, 3), (16, 8), 512, "gloo", "float32"),
     Row("tp2-tp2-gloo", (2, 2), (4, 16), 24, "gloo", "float32"),
 ]

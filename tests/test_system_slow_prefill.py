@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+from baton.cluster.admin import show_story
 from baton.tests.harness.client import expect_status
 from baton.tests.harness.gates import Gates
 from baton.tests.harness.oracles import total
@@ -96,6 +97,23 @@ def test_sp_04_short_prompts_do_not_wait_for_a_long_one(rig: Rig) -> None:
     shorts = sorted(first[i] for i in range(1, 11))
     assert shorts[len(shorts) // 2] < first[0]  # the long prompt alone takes 25 chunks; it still ends
     assert first[0] < 60
+
+
+def test_an_operator_reads_the_story_of_a_request(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    """`baton status --request`: where it was when the client left."""
+    stream = rig.client.stream(token_ids=ids(120, start=6), max_tokens=2, temperature=0)
+    next(iter(stream))
+    request_id = stream.answer.request_id
+    time.sleep(1.5 * CHUNK_S)
+    stream.cancel()
+    rig.quiesce()
+    assert show_story(rig.admin, request_id, as_json=False) == 0
+    story = capsys.readouterr().out
+    assert story.startswith(f"{request_id}\n")
+    for line in ("to decode-0/", "to prefill-0/", "router: gives up: cancelled"):
+        assert line in story
+    assert show_story(rig.admin, "req-unknown", as_json=True) == 1
+    assert "no such request" in capsys.readouterr().err
 
 
 def test_ob_03_alive_and_ready_while_busy(rig: Rig) -> None:

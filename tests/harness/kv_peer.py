@@ -74,6 +74,7 @@ def main() -> None:
                 cached_tokens=0,
                 prompt_tokens=TOKENS,
                 carrier=transport,
+                lifetime_s=60.0,
             )
             receiver.expect(leg, ticket.nonce, BLOCKS, (0, TOKENS))
             say(ticket=ticket.pack().hex())

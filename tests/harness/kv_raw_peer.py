@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from baton.kv_transfer.canary import send_canary
+from baton.kv_transfer.carrier_build import build_carrier
+from baton.kv_transfer.carriers import Carrier, InlineCarrier
 from baton.kv_transfer.frames import FrameHeader, checksum
 from baton.kv_transfer.ticket import Ticket
 from baton.kv_transfer.wire import VERSION, Wire
@@ -15,23 +18,36 @@ PROMPT = 8
 QUICK = replace(PARAMS, frame_timeout_s=0.5, connect_timeout_s=0.5)
 
 
+def hello_fields(ticket: Ticket) -> dict[str, Any]:
+    """A right hello."""
+    return {
+        "version": VERSION,
+        "ticket": ticket.pack(),
+        "layout": SHAPE.pack(),
+        "rank": 0,
+        "incarnation": "one",
+        "carrier": "inline",
+        "place": ["elsewhere", "cpu"],
+        "codec": "raw",
+        "checksum": True,
+    }
+
+
 class RawPeer:
     """A prefill rank by hand."""
 
-    def __init__(self, pair: Rig, genuine: Ticket, **hello: Any) -> None:
+    def __init__(self, pair: Rig, genuine: Ticket, *, canary: bool = True, **hello: Any) -> None:
         self.wire = Wire.connect(pair.receivers[0].address, 2.0)
-        fields = {
-            "version": VERSION,
-            "ticket": genuine.pack(),
-            "layout": SHAPE.pack(),
-            "rank": 0,
-            "incarnation": "one",
-            "carrier": "inline",
-            "checksum": True,
-        }
-        self.wire.send("hello", **{**fields, **hello})
+        self.wire.send("hello", **{**hello_fields(genuine), **hello})
         self.answer = self.wire.receive()
         self.sequence = 0
+        if isinstance(self.answer, dict) and self.answer["kind"] == "welcome" and canary:
+            what = (self.answer["canary"], SHAPE.head_dim, SHAPE.dtype, hello.get("codec", "raw"))
+            self.carrier: Carrier = InlineCarrier(self.wire)
+            if (agreed := self.answer["carrier"]) != "inline":
+                self.carrier, reason = build_carrier(agreed, self.wire, 0, pair.receivers[0].params)
+                assert reason == ""
+            assert send_canary(self.wire, self.carrier, *what) == ""
 
     def open(self, ticket: Ticket) -> None:
         self.wire.send("open", leg=ticket.leg, ticket=ticket.pack())

@@ -23,6 +23,9 @@ PARAMS = TransferParams(
     frame_timeout_s=2.0,
     idle_close_s=30.0,
     transport="inline",
+    tls=None,
+    max_links=64,
+    wire="raw",
     checksum=True,
     max_outstanding=2,
     frame_bytes=4096,
@@ -53,6 +56,11 @@ def heads_of(kv_heads: int, ranks: int) -> list[tuple[int, int]]:
     return [(rank * kv_heads // ranks, rank * kv_heads // ranks + 1) for rank in range(ranks)]
 
 
+def _into(out: torch.Tensor | None, kv: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, in the buffer where there is one."""
+    return kv.contiguous() if out is None else out.view(kv.dtype).view(kv.shape).copy_(kv)
+
+
 class TensorStore:
     """A pool as one plain tensor [layers, 2, blocks, heads, block_size, head_dim], written token by token."""
 
@@ -72,11 +80,16 @@ class TensorStore:
         )
 
     def gather(
-        self, blocks: Sequence[int], layers: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int]
+        self,
+        blocks: Sequence[int],
+        layers: tuple[int, int],
+        heads: tuple[int, int],
+        tokens: tuple[int, int],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         block, offset = self._slots(blocks, tokens)
         picked = self.data[slice(*layers)][:, :, block, :, offset]  # [tokens, layers, 2, heads, dim]
-        return picked[:, :, :, slice(*heads)].permute(1, 2, 3, 0, 4).contiguous()
+        return _into(out, picked[:, :, :, slice(*heads)].permute(1, 2, 3, 0, 4))
 
     def scatter(
         self,
@@ -95,10 +108,15 @@ class FastStore(TensorStore):
     """The same pool for large transfers: whole blocks at once (ranges must end at block edges)."""
 
     def gather(
-        self, blocks: Sequence[int], layers: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int]
+        self,
+        blocks: Sequence[int],
+        layers: tuple[int, int],
+        heads: tuple[int, int],
+        tokens: tuple[int, int],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         picked = self.data[slice(*layers), :, self._whole(blocks, tokens), slice(*heads)]
-        return picked.transpose(2, 3).flatten(3, 4).contiguous()
+        return _into(out, picked.transpose(2, 3).flatten(3, 4))
 
     def scatter(
         self,
@@ -169,6 +187,7 @@ class Rig:
             cached_tokens=cached,
             prompt_tokens=prompt,
             carrier="inline",
+            lifetime_s=60.0,
         )
         if expect:
             for receiver in self.receivers:

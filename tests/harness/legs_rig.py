@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.step import SampledToken, SequenceStep
 from baton.kv_transfer.events import Sent
 from baton.prefill_worker import effects as prefill_effects
-from baton.prefill_worker.legs import PrefillLegs
+from baton.prefill_worker.legs import PrefillLegs, Rules
 from baton.prefill_worker.scheduler import PrefillScheduler
 from baton.proto import worker_pb2 as pb
 from baton.proto.leg import Leg, LegKey
@@ -42,6 +43,12 @@ def leg(
     return Leg(key, tuple(choices), prompt, list(generated), prompt + list(generated), params, deadline, "")
 
 
+def again(one: Leg, *choices: int, attempt: int = 0) -> Leg:
+    """The same leg under this attempt, or the next one, with these choices, or all its own."""
+    kept = choices or one.choices
+    return dataclasses.replace(one, key=(one.key[0], attempt or one.key[1] + 1, kept[0]), choices=kept)
+
+
 def drawn(steps: Sequence[SequenceStep], token: int = 7) -> list[list[SampledToken]]:
     """What an engine would draw: always `token`."""
     draws = [step.draw for step in steps if step.draw is not None]
@@ -59,12 +66,17 @@ def first_tokens(one: Leg, token: int = 7) -> bytes:
 class PrefillBook:
     """A prefill worker's book, with what its effects did."""
 
-    def __init__(self, blocks: int = 16, budget: int = 8, ranks: int = 1, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, blocks: int = 16, budget: int = 8, ranks: int = 1, prefix_cache: bool = True, fetch_tokens: int = 0
+    ) -> None:
         self.pool = BlockPool(blocks, BLOCK, prefix_cache)
-        self.legs = PrefillLegs(self.pool, PrefillScheduler(budget), ranks)
+        rules = Rules(keep_s=50.0, fetch_tokens=fetch_tokens, fetch_s=5.0)
+        self.legs = PrefillLegs(self.pool, PrefillScheduler(budget), ranks, rules)
         self.told: list[pb.WorkerEvent] = []
-        self.open: set[LegKey] = set()  # transfers that may read blocks
+        self.open: dict[LegKey, int] = {}  # transfers that may read blocks; tokens that were there when they began
         self.finishing: set[LegKey] = set()
+        self.wanted: dict[LegKey, prefill_effects.ExpectPrefix] = {}  # prefixes that may be written to blocks
+        self.now = 0.0
 
     def do(self, effects: Sequence[prefill_effects.Effect]) -> None:
         """Carry out effects."""
@@ -72,34 +84,48 @@ class PrefillBook:
             match effect:
                 case prefill_effects.Tell(_, event):
                     self.told.append(event)
-                case prefill_effects.OpenTransfer(key):
-                    self.open.add(key)
+                case prefill_effects.OpenTransfer(key, _, _, _, there):
+                    assert key not in self.open
+                    self.open[key] = there
+                case prefill_effects.ExpectPrefix():
+                    self.wanted[effect.leg] = effect
+                case prefill_effects.ForgetPrefix(key):
+                    del self.wanted[key]
                 case prefill_effects.FinishTransfer(key):
                     self.finishing.add(key)
                 case prefill_effects.AbandonTransfer(key) | prefill_effects.CancelTransfer(key):
-                    self.open.remove(key)
+                    self.open.pop(key)
                     self.finishing.discard(key)
         self.pool.check()
 
     def submit(self, one: Leg, ticket: bytes = b"ticket", session: int = 1) -> Leg:
         """A prompt arrives."""
-        self.do(self.legs.submit(session, one, ticket, 0.0))
+        self.do(self.legs.submit(session, one, ticket, self.now))
         return one
+
+    def expire(self, now: float) -> None:
+        """Time passes."""
+        self.now = now
+        self.do(self.legs.expire(now))
+
+    def last(self, kind: str) -> Any:
+        """The body of the latest event of this kind."""
+        return [getattr(event, kind) for event in self.told if event.WhichOneof("event") == kind][-1]
 
     def plan(self) -> list[SequenceStep]:
         """Admission and the next step's plan."""
-        self.do(self.legs.admit(0.0))
+        self.do(self.legs.admit(self.now))
         return self.legs.plan()
 
     def step(self) -> list[SequenceStep]:
         """One whole step."""
         if steps := self.plan():
-            self.do(self.legs.computed(steps, drawn(steps), 0.0))
+            self.do(self.legs.computed(steps, drawn(steps), self.now))
         return steps
 
     def sent(self, key: LegKey, rank: int = 0) -> None:
         """The transfer of one rank ends well."""
-        self.open.discard(key)
+        self.open.pop(key, None)
         self.finishing.discard(key)
         self.do(self.legs.sent(rank, Sent(key, 10, 1, 0.0, 1.0)))
 
@@ -118,6 +144,8 @@ class DecodeBook:
         self.told: list[pb.WorkerEvent] = []
         self.expected: dict[LegKey, decode_effects.Expect] = {}  # tickets that are out
         self.copied: list[tuple[int, int]] = []
+        self.sends: dict[LegKey, decode_effects.Send] = {}  # transfers that may read blocks
+        self.all_sends: list[decode_effects.Send] = []
         self.now = 0.0
 
     def do(self, effects: Sequence[decode_effects.Effect]) -> None:
@@ -132,6 +160,12 @@ class DecodeBook:
                     del self.expected[key]
                 case decode_effects.Copy(pairs):
                     self.copied += pairs
+                case decode_effects.Send():
+                    assert effect.leg not in self.sends
+                    self.sends[effect.leg] = effect
+                    self.all_sends.append(effect)
+                case decode_effects.CancelSend(key):
+                    self.sends.pop(key, None)
         self.pool.check()
 
     def submit(self, one: Leg, session: int = 1) -> Leg:
@@ -154,6 +188,11 @@ class DecodeBook:
         if steps:
             self.do(self.legs.computed(steps, drawn(steps)))
         return steps
+
+    def sent(self, key: LegKey, rank: int = 0) -> None:
+        """What goes out of one rank arrived."""
+        self.sends.pop(key, None)
+        self.do(self.legs.sent(rank, Sent(key, 10, 1, 0.0, 1.0)))
 
     def of(self, kind: str) -> list[Any]:
         """Bodies of the events of this kind."""

@@ -34,7 +34,13 @@ def no_layers(low: int, high: int) -> None:
 
 
 def engine_params(
-    path: Path | str, dtype: str, block_size: int, ranks: int, batch_invariant: bool, layer_group: int
+    path: Path | str,
+    dtype: str,
+    block_size: int,
+    ranks: int,
+    batch_invariant: bool,
+    layer_group: int,
+    kv_dtype: str = "auto",
 ) -> EngineParams:
     """Parameters of a CPU engine with a small pool."""
     return EngineParams(
@@ -45,7 +51,7 @@ def engine_params(
         block_size=block_size,
         kv_blocks=64,
         kv_bytes=0,
-        kv_dtype="auto",
+        kv_dtype=kv_dtype,
         max_model_len=None,
         batch_invariant=batch_invariant,
         prefix_cache=False,
@@ -101,11 +107,12 @@ class Rig:
         ranks: int = 1,
         batch_invariant: bool = True,
         layer_group: int = 1,
+        kv_dtype: str = "auto",
     ) -> None:
         source = resolve(str(path))
         self.config: ModelConfig = load_config(source)
         kind: torch.dtype = getattr(torch, dtype)
-        params = engine_params(path, dtype, block_size, ranks, batch_invariant, layer_group)
+        params = engine_params(path, dtype, block_size, ranks, batch_invariant, layer_group, kv_dtype)
         meeting = Meeting(ranks)
         groups: list[RankGroup] = [ThreadRank(meeting, rank, ranks) for rank in range(ranks)]
         if ranks == 1:
@@ -118,7 +125,7 @@ class Rig:
             self.config.kv_heads,
             self.config.head_dim,
             self.config.rope.describe(),
-            dtype,
+            dtype if kv_dtype == "auto" else kv_dtype,
             block_size,
             head_ranges(self.config.kv_heads, ranks),
         )

@@ -40,7 +40,14 @@ def sampling(**changes: Any) -> SamplingParams:
 class Monolithic:
     """One local engine; another block size, chunk and batch than the cluster's must not change its answers."""
 
-    def __init__(self, model: str | Path, dtype: str = "float32", block_size: int = 16, blocks: int = 256) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        dtype: str = "float32",
+        block_size: int = 16,
+        blocks: int = 256,
+        kv_dtype: str = "auto",
+    ) -> None:
         params = EngineParams(
             model_path=str(model),
             dtype=dtype,
@@ -49,7 +56,7 @@ class Monolithic:
             block_size=block_size,
             kv_blocks=blocks,
             kv_bytes=0,
-            kv_dtype="auto",
+            kv_dtype=kv_dtype,
             max_model_len=None,
             batch_invariant=True,
             prefix_cache=False,

@@ -3,7 +3,6 @@ processes instead of Ray. Leaving it checks O-pool, O-acct, O-live and O-proc.""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,8 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
+import psutil
 import yaml
+from baton.cluster.admin import status_fields
+from baton.proto import control_pb2
+from baton.proto.control_pb2_grpc import AdminStub
 
 from . import oracles
 from .client import Client
@@ -83,13 +87,28 @@ class Rig:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """worker id -> its fields in `baton status --json`."""
-        command = [sys.executable, "-m", "baton.cluster.cli", "status", "--address", self.admin, "--json"]
-        found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
-        return {worker["worker_id"]: worker for worker in json.loads(found.stdout)["workers"]}
+        with grpc.insecure_channel(self.admin) as channel:
+            answer = AdminStub(channel).Status(control_pb2.StatusRequest(), timeout=30)
+        return {worker["worker_id"]: worker for worker in status_fields(answer)["workers"]}
+
+    def pid(self, name: str) -> int:
+        """Of rank 0 of a worker."""
+        return int(self.workers()[name]["pid"])
+
+    def drain(self, name: str) -> None:
+        """As `baton drain`: returns when the worker has stopped."""
+        with grpc.insecure_channel(self.admin) as channel:
+            AdminStub(channel).Drain(control_pb2.DrainRequest(worker_id=name), timeout=60)
+
+    def router_pid(self) -> int:
+        """Of the router's process."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        (router,) = [child.pid for child in children if "baton.cluster.router_process" in child.cmdline()]
+        return router
 
     def kill_worker(self, name: str, kind: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to rank 0 of a worker."""
-        os.kill(int(self.workers()[name]["pid"]), kind)
+        os.kill(self.pid(name), kind)
 
     def wait_live(self, within_s: float = 20.0) -> None:
         """Returns when a request is served again. Raises the last error."""
@@ -108,7 +127,7 @@ class Rig:
         deadline = time.monotonic() + within_s
         while any(worker["state"] != "ready" for worker in self.workers().values()):
             assert time.monotonic() < deadline, self.workers()
-            time.sleep(0.2)
+            time.sleep(0.1)
 
     def quiesce(self, within_s: float = 5.0) -> None:
         """O-live, O-pool and O-acct."""
@@ -166,20 +185,27 @@ class Rig:
 
 @contextmanager
 def running(
-    folder: Path, config: Mapping[str, Any], gates: Gates | None = None, *, checks: bool = True
+    folder: Path,
+    config: Mapping[str, Any],
+    gates: Gates | None = None,
+    *,
+    checks: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Rig]:
-    """A rig on `config`, a plain dict. checks: O-pool, O-acct and O-live when the block ends well."""
+    """A rig on `config`, a plain dict. checks: O-pool, O-acct and O-live when the block ends well. environment: what
+    the processes' environment holds besides."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(dict(config)))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (gates.environment if gates else {})
+    armed = gates.environment if gates else {}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **armed, **(environment or {})}
     process = subprocess.Popen(
         [sys.executable, "-m", "baton.cluster.cli", "serve", str(path), "--verbose"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        env=environment,
+        env=variables,
         start_new_session=True,
     )
     rig = Rig(process, folder / "serve.log")

@@ -88,7 +88,10 @@ class FakeWorker(WorkerServicer):
         self.on_decode: Callable[[pb.Leg], Awaitable[None]] = self.decode
         self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self.on_hold: Callable[[Key, int], None] = self.hold
         self.ended: dict[Key, set[int]] = {}  # choices that the router ended, by leg
+        self.used_blocks = 0  # at least, as the load says
+        self.kept: set[Key] = set()  # legs whose only choice left the batch
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -133,7 +136,8 @@ class FakeWorker(WorkerServicer):
             except TimeoutError:
                 message = pb.WorkerMessage()
             if not self.muted:
-                message.load.CopyFrom(pb.Load(running=len(self.held), total_blocks=64, used_blocks=len(self.held)))
+                used = max(self.used_blocks, len(self.held))
+                message.load.CopyFrom(pb.Load(running=len(self.held), total_blocks=64, used_blocks=used))
                 await context.write(message)
 
     async def _command(self, command: pb.RouterCommand, context: Any) -> None:
@@ -148,6 +152,14 @@ class FakeWorker(WorkerServicer):
         self.commands.append((kind or "", key))
         if kind == "cancel" and body.choices:
             self.ended.setdefault(key, set()).update(body.choices)
+            if key in self.kept:
+                self.held.pop(key, None)
+            return
+        if kind == "hold":
+            self.on_hold(key, body.choice)
+            return
+        if kind == "handover":
+            await self._hand_over(command.handover)
             return
         if kind in ("cancel", "release"):
             self.held.pop(key, None)
@@ -225,17 +237,40 @@ class FakeWorker(WorkerServicer):
             decode.emit(committed=pb.Committed(leg=ref_of(leg), bytes=1000, frames=2, reserved_s=0.01))
             decode._tasks[key_of(leg)] = asyncio.ensure_future(decode.on_decode(leg))
 
+    def hold(self, key: Key, choice: int) -> None:
+        """Decode: the only choice of a leg leaves the batch and is kept."""
+        if key not in self.held or choice in self.ended.get(key, set()):
+            return
+        self.ended.setdefault(key, set()).add(choice)
+        self.kept.add(key)
+        ref = pb.LegRef(request_id=key.request_id, attempt=key.attempt, first_choice=key.first_choice)
+        self.emit(held=pb.Held(leg=ref, choice=choice))
+
+    async def _hand_over(self, order: pb.Handover) -> None:
+        """What is held goes on under another leg; a prefill worker repeats the first tokens."""
+        leg, held = order.leg, Key(order.held.request_id, order.held.attempt, order.held.first_choice)
+        if self.held.pop(held, None) is None:
+            self.fail(leg, "unavailable", "nothing is held")
+            return
+        self.held[key_of(leg)] = leg
+        if held in self._tasks:
+            self._tasks.pop(held).cancel()
+        go_on = self.prefill if self.role == "prefill" else self.hand_over
+        work = go_on(leg, order.ticket)
+        self._tasks[key_of(leg)] = asyncio.ensure_future(work)
+
     async def decode(self, leg: pb.Leg) -> None:
         """Decode: one message per step with the tokens of all choices; the first repeats token 1."""
         alive, index = list(leg.choices), len(leg.generated_token_ids)
         while alive:
             tokens = [self.token(leg, choice, index) for choice in alive]
             self.step(leg, tokens)
-            ended = self.ended.get(key_of(leg), set())
-            alive = [token.choice for token in tokens if not token.finish_reason and token.choice not in ended]
             index += 1
             await asyncio.sleep(self.step_s)
-        self.held.pop(key_of(leg), None)
+            ended = self.ended.get(key_of(leg), set())
+            alive = [token.choice for token in tokens if not token.finish_reason and token.choice not in ended]
+        if key_of(leg) not in self.kept:
+            self.held.pop(key_of(leg), None)
 
     def step(self, leg: pb.Leg, tokens: Sequence[pb.Token]) -> None:
         """One step's message."""

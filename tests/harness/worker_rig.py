@@ -52,6 +52,9 @@ def _shared(role: str, engine: EngineParams) -> dict[str, Any]:
         frame_timeout_s=5,
         idle_close_s=30,
         transport="inline",
+        tls=None,
+        max_links=64,
+        wire="raw",
         checksum=True,
         max_outstanding=2,
         frame_bytes=512 << 10,
@@ -73,7 +76,14 @@ def _shared(role: str, engine: EngineParams) -> dict[str, Any]:
 
 def prefill_params(engine: EngineParams, **changes: Any) -> PrefillParams:
     """A prefill worker with chunks of 16 tokens."""
-    return PrefillParams(**{**_shared("prefill", engine), "max_batch_tokens": 16, "lookahead": 2, **changes})
+    own = {
+        "max_batch_tokens": 16,
+        "lookahead": 2,
+        "commit_timeout_s": 20.0,
+        "fetch_min_tokens": 0,
+        "fetch_timeout_s": 10.0,
+    }
+    return PrefillParams(**{**_shared("prefill", engine), **own, **changes})
 
 
 def decode_params(engine: EngineParams, **changes: Any) -> DecodeParams:
