@@ -20,7 +20,7 @@ def supervise_if_needed() -> int | None:
         warden.attach()
         output.keep_stdout()
         return None
-    return warden.supervise([sys.executable, "-m", "baton.cluster.early", *sys.argv[1:]])
+    return warden.supervise([sys.executable, "-m", "baton.cluster.main", *sys.argv[1:]])
 
 
 def run(work: Coroutine[Any, Any, int]) -> int:

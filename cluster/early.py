@@ -1,4 +1,4 @@
-"""What must be so before anything slow is imported; the console script starts here.
+"""What must be so before anything slow is imported.
 
 Until a command has handlers of its own, nothing has been started yet, and an interrupt ends the process at once.
 """
@@ -32,15 +32,3 @@ def prepare() -> None:
     quiet_grpc()
     for kind in handled():
         signal.signal(kind, _end)
-
-
-def main() -> None:
-    """The console script."""
-    prepare()
-    from .cli import main as command
-
-    command()
-
-
-if __name__ == "__main__":
-    main()

@@ -71,7 +71,7 @@ def test_mistakes_are_named(text: str, message: str) -> None:
 
 def test_a_mistake_ends_a_command_before_anything_starts() -> None:
     environment = {**os.environ, "BATON_FAILPOINTS": "prefil.chunk=exit"}
-    command = [sys.executable, "-m", "baton.cluster.early", "serve", "nowhere.yaml"]
+    command = [sys.executable, "-m", "baton.cluster.main", "serve", "nowhere.yaml"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "did you mean prefill.chunk?" in ended.stderr
