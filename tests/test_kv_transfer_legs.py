@@ -187,7 +187,7 @@ def test_kv_07_an_unknown_leg_fails_soon() -> None:
         pair.computed(LEG, (0, 8), (0, 4))
         began = time.monotonic()
         [failure] = pair.sent[0].wait(SendFailed)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         assert "not expected" in failure.error.message
 
 

@@ -33,7 +33,7 @@ def test_api_04_bodies_of_many_values(body: dict[str, Any], field: str) -> None:
     started = time.monotonic()
     with pytest.raises(InvalidRequest) as caught:
         check_body(body, LIMITS, CONTEXT)
-    assert time.monotonic() - started < 0.25
+    assert time.monotonic() - started < 1.25
     assert caught.value.field == field
 
 
@@ -55,5 +55,5 @@ def test_api_04_calls_of_many_values(request_: api.GenerateRequest, field: str) 
     started = time.monotonic()
     with pytest.raises(InvalidRequest) as caught:
         check_message(request_, LIMITS, CONTEXT)
-    assert time.monotonic() - started < 0.25
+    assert time.monotonic() - started < 1.25
     assert caught.value.field == field

@@ -173,7 +173,7 @@ async def test_api_10_deadline_reaches_every_leg_and_ends_it(rig: RouterRig) -> 
         error = caught
     assert error is not None
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert asyncio.get_running_loop().time() - start < 0.6
+    assert asyncio.get_running_loop().time() - start < 3  # not the 10 s that prefill hangs
     assert all(0 < left <= 0.3 for left in prefill.deadlines + decode.deadlines)
     await rig.cluster.settled(0.5)
 

@@ -50,7 +50,7 @@ def test_lc_06_a_client_that_leaves_stops_its_prompt(rig: Rig) -> None:
     stream.cancel()
     start = time.monotonic()
     answer = rig.client.generate(token_ids=ids(4, start=2), max_tokens=1, temperature=0)
-    assert time.monotonic() - start < 6 * CHUNK_S  # not behind the 25 chunks of the dead prompt
+    assert time.monotonic() - start < 15 * CHUNK_S  # not behind the 25 chunks of the dead prompt
     assert len(answer.token_ids) == 1
     rig.quiesce()
     assert _computed(rig) - before <= 8 * CHUNK
@@ -69,14 +69,14 @@ def test_lc_06_a_retry_storm_does_not_prefill_for_the_dead(rig: Rig) -> None:
 
 
 def test_api_10_a_deadline_reaches_every_leg(rig: Rig) -> None:
-    start = time.monotonic()
+    before, start = _computed(rig), time.monotonic()
     stream = rig.client.stream(timeout_s=0.3, token_ids=ids(200, start=4), max_tokens=4)
     with expect_status() as status:
         stream.rest()
     assert status[0][0] == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - start < 1.0
-    rig.quiesce()  # the inner work is gone well before the 2.5 s that the prompt would take
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 1.5
+    rig.quiesce()
+    assert _computed(rig) - before < 100  # of 200 tokens
 
 
 def test_sp_04_short_prompts_do_not_wait_for_a_long_one(rig: Rig) -> None:
