@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -119,8 +120,15 @@ def test_cf_09_a_killed_actor_is_restarted_and_the_stop_leaves_nothing(tiny_dir:
         assert again.token_ids == first.token_ids
 
 
-@pytest.mark.parametrize("launcher", ["ray", "process"])
-@pytest.mark.parametrize("victim", ["warden", "driver"])
+@pytest.mark.parametrize(
+    ("victim", "launcher"),
+    [
+        ("driver", "ray"),
+        ("warden", "process"),
+        pytest.param("driver", "process", marks=pytest.mark.slow),
+        pytest.param("warden", "ray", marks=pytest.mark.slow),
+    ],
+)
 def test_kill_9_of_the_serving_parent_leaves_no_process_port_or_file(
     tiny_dir: Path, tmp_path: Path, temporary: Path, victim: str, launcher: str
 ) -> None:
@@ -151,8 +159,9 @@ def test_kill_9_of_the_serving_parent_leaves_no_process_port_or_file(
 
 def test_a_taken_port_is_exit_1_and_named(tiny_dir: Path, tmp_path: Path) -> None:
     with running(tmp_path / "first", tiny_config(tiny_dir)) as rig:
-        for name, address in (("grpc", rig.grpc), ("http", rig.http.removeprefix("http://")), ("admin", rig.admin)):
-            path = tmp_path / "second.yaml"
+
+        def serve(name: str, address: str) -> None:
+            path = tmp_path / f"{name}.yaml"
             path.write_text(json.dumps(merged(tiny_config(tiny_dir), {f"router.{name}": address})))
             command = [sys.executable, "-m", "baton.cluster.cli", "serve", str(path)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -161,6 +170,10 @@ def test_a_taken_port_is_exit_1_and_named(tiny_dir: Path, tmp_path: Path) -> Non
             assert address in done.stderr
             assert f"--set router.{name}=127.0.0.1:0" in done.stderr
             assert done.stderr.count("\n") == 1
+
+        taken = {"grpc": rig.grpc, "http": rig.http.removeprefix("http://"), "admin": rig.admin}
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(serve, taken, taken.values()))
 
 
 def test_serve_status_scale_and_drain_on_real_workers(tiny_dir: Path, tmp_path: Path) -> None:

@@ -27,7 +27,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.mark.parametrize(
-    ("launcher", "kind"), [("ray", signal.SIGTERM), ("process", signal.SIGTERM), ("process", signal.SIGINT)]
+    ("launcher", "kind"),
+    [
+        pytest.param("ray", signal.SIGTERM, marks=pytest.mark.slow),
+        ("process", signal.SIGTERM),
+        pytest.param("process", signal.SIGINT, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_lets_live_streams_finish_and_ends_everything_quietly(
     tiny_dir: Path, tmp_path: Path, launcher: str, kind: signal.Signals

@@ -218,8 +218,9 @@ def collectives(rank: str, size: str, address: str, ordered: str) -> None:
         channel.close()
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "ordered"), [(2, True), (2, False), (3, True), pytest.param(3, False, marks=pytest.mark.slow)]
+)
 def test_collectives(size: int, ordered: bool) -> None:
     widths = [3, 1, 2][:size]
     with followers(f"{THIS}:collectives", size, str(ordered), ordered=ordered) as ranks:

@@ -17,10 +17,8 @@ FAULTS: tuple[Fault, ...] = ("kill", "stop", "half-open", "mute", "deaf")
 FULL = [Case(*case) for case in product(FAULTS, ROLES, STAGES)]
 SOME = [
     Case("half-open", "prefill", "mid frame"),
-    Case("kill", "prefill", "first frame"),
     Case("stop", "decode", "reserved"),
     Case("kill", "decode", "before commit"),
-    Case("half-open", "decode", "last frame"),
     Case("mute", "decode", "after commit"),
 ]
 

@@ -101,7 +101,7 @@ def _await_first_bytes(target: Peer) -> None:
     raise AssertionError("nothing was placed")
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("inline", "inline"), ("gloo", "gloo"), ("shm", "shm")])
+@pytest.mark.parametrize(("prefill", "decode"), [("gloo", "gloo"), ("shm", "shm")])
 def test_a_leg_arrives_and_all_listeners_are_on_loopback(prefill: str, decode: str) -> None:
     with _peers(prefill, decode) as (source, target):
         for request in ("one", "two"):
@@ -120,7 +120,7 @@ def test_a_leg_arrives_and_all_listeners_are_on_loopback(prefill: str, decode: s
             assert {connection.laddr.ip for connection in connections} == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("transport", ["inline", "gloo", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("inline", marks=pytest.mark.slow), "gloo", "shm"])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_cf_07_the_survivor_reports_a_dead_or_frozen_peer(transport: str, victim: str, how: signal.Signals) -> None:
@@ -147,8 +147,8 @@ _SECOND = "prefill.first_frame=sleep(0.2);prefill.frame=exit"
 @pytest.mark.parametrize(
     ("transport", "failpoints"),
     [
-        ("inline", _SECOND),
-        ("gloo", _SECOND),
+        pytest.param("inline", _SECOND, marks=pytest.mark.slow),
+        pytest.param("gloo", _SECOND, marks=pytest.mark.slow),
         ("shm", _SECOND),
         ("inline", "prefill.half_payload=exit@2"),
         ("gloo", "prefill.mid_frame=exit@2"),

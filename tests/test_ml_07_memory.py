@@ -43,7 +43,7 @@ print(plan.resident, plan.peak, after - before, max(peak, after) - before)
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_ml_07_predicted_memory_is_what_loading_takes(tmp_path: Path, dtype: str) -> None:
     small = write_tiny_model(tmp_path / "small")
     original = write_tiny_model(

@@ -131,11 +131,16 @@ def test_api_05_a_stream_that_breaks_does_not_look_finished(rig: Rig, gates: Gat
 @pytest.mark.parametrize(
     ("worker", "point"),
     [
-        ("prefill-0", "prefill.chunk"),
         ("prefill-0", "prefill.first_frame"),
-        ("prefill-0", "prefill.done"),
-        ("decode-0", "decode.admit"),
         ("decode-0", "decode.step"),
+        *(
+            pytest.param(worker, point, marks=pytest.mark.slow)
+            for worker, point in (
+                ("prefill-0", "prefill.chunk"),
+                ("prefill-0", "prefill.done"),
+                ("decode-0", "decode.admit"),
+            )
+        ),
     ],
 )
 def test_kill_of_a_serving_worker_ends_the_request_soon(rig: Rig, gates: Gates, worker: str, point: str) -> None:

@@ -43,6 +43,11 @@ BFLOAT16 = [
 LENGTHS = (1, 7, 8, 9, 31, 32, 33, 64, 65, 150)
 
 
+def rows(of: list[Row], slow: tuple[int, ...]) -> list[Any]:
+    """The rows as parameters; those at the indices `slow` are for the slow suite."""
+    return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (at in slow)) for at, row in enumerate(of)]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """9 query and 3 KV heads, as SmolLM2 has: TP 2 splits 2 + 1, TP 3 evenly."""
@@ -69,7 +74,7 @@ def rig(row: Row, model: Path, tmp_path: Path) -> Iterator[Rig]:
         yield started
 
 
-@pytest.mark.parametrize("row", FLOAT32, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows(FLOAT32, slow=(1, 4)))
 def test_kv_01_float32_equals_transformers(rig: Rig, row: Row, model: Path) -> None:
     reference = Reference(model, frozenset())
     fields: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -83,7 +88,7 @@ def test_kv_01_float32_equals_transformers(rig: Rig, row: Row, model: Path) -> N
     assert again.timing.prefill_cached_tokens > 0
 
 
-@pytest.mark.parametrize("row", BFLOAT16, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows(BFLOAT16, slow=(1,)))
 def test_st_10_bfloat16_is_bit_equal_to_one_local_run(rig: Rig, row: Row, model: Path) -> None:
     local = Monolithic(model, dtype="bfloat16")
     greedy: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "logprobs": 3}

@@ -382,7 +382,9 @@ class RouterRig:
             self.task.result()
         self.channel = grpc.aio.insecure_channel(self.addresses["grpc"])
         self.stub = BatonStub(self.channel)
-        self.http = httpx.AsyncClient(base_url=f"http://{self.addresses['http']}", timeout=20, trust_env=False, verify=False)
+        self.http = httpx.AsyncClient(
+            base_url=f"http://{self.addresses['http']}", timeout=20, trust_env=False, verify=False
+        )
 
     async def ready(self) -> None:
         """Waits until the router calls itself ready."""
