@@ -58,8 +58,14 @@ class Pages:
                 part = min(self._size - offset, tokens - done)
                 self._rows(layers, heads, blocks[block], offset, part).copy_(kv[:, :, :, done : done + part])
                 continue
-            items = _opaque(kv[:, :, :, done : done + run * self._size], self._size)
-            self._picked(layers, heads)[:, :, blocks[block : block + run]] = items.swapaxes(2, 3)
+            picked = blocks[block : block + run]
+            items = _opaque(kv[:, :, :, done : done + run * self._size], self._size).swapaxes(2, 3)
+            pool, runs = self._picked(layers, heads), list(_runs(picked))
+            if items.nbytes < len(runs) * _SHORT_RUN_BYTES:
+                pool[:, :, picked] = items
+                continue
+            for start, stop, at in runs:
+                np.copyto(pool[:, :, at : at + stop - start], items[:, :, start:stop])
 
     def _rows(self, layers: Span, heads: Span, block: int, offset: int, count: int) -> Tensor:
         """Some tokens of one block, [layers, 2, heads, count, head_dim]."""

@@ -80,13 +80,14 @@ def send_canary(wire: Wire, carrier: Carrier, nonce: bytes, head_dim: int, dtype
 
     A carrier that failed is closed.
     """
-    payload = canary_payload(nonce, head_dim, dtype, codec).to(carrier.device)
+    payload = canary_payload(nonce, head_dim, dtype, codec)
     wire.send("canary", carrier=carrier.name, dtype=dtype, codec=codec, bytes=payload.numel())
     if reason := _answer(wire, "canary_ready"):
         return reason
     failure = ""
     try:
-        carrier.send(payload)
+        carrier.begin(payload.numel())
+        carrier.send(carrier.buffer(payload.numel()).copy_(payload))
     except CarrierFailed as error:
         carrier.close()  # its peer then fails at once too
         failure = str(error)
@@ -106,15 +107,19 @@ def receive_canary(
         reason = f"the canary is {said[2]} bytes of {said[0]}/{said[1]}, due are {size} of {dtype}/{codec}"
         wire.send("canary_ready", reason=reason)
         return reason
+    try:
+        carrier.expect(size)
+    except CarrierFailed as error:
+        wire.send("canary_ready", reason=str(error))
+        return str(error)
     wire.send("canary_ready", reason="")
-    buffer = torch.empty(size, dtype=torch.uint8, device=carrier.device)
     try:
         if carrier.name == INLINE:
             prefix = wire.receive()
             if not isinstance(prefix, Payload) or prefix.size != size:
                 raise WireError("no canary came after its announcement")
-        carrier.receive(buffer)
-        reason = canary_fault(buffer, nonce, head_dim, dtype, codec)
+        reason = canary_fault(carrier.receive(size), nonce, head_dim, dtype, codec)
+        carrier.release()
     except CarrierFailed as error:
         reason = str(error)
     wire.send("canary_seen", reason=reason)

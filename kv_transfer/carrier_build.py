@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from .carriers import INLINE, Carrier, InlineCarrier, Rendezvous
+from .carriers import INLINE, RING, Carrier, InlineCarrier
 from .cuda_ipc import build_cuda_ipc
-from .frames import MAX_FRAME_TARGET
+from .frames import MAX_FRAME_TARGET, TRAILER_BYTES
 from .params import TransferParams
 from .shm import build_shm
 from .topology import CUDA_IPC, SHM
+from .torch_carrier import Rendezvous
 from .wire import Wire
-
-_SLOT_FRAMES = 2  # a frame may have twice the size that it aims at
 
 
 def build_carrier(name: str, wire: Wire, rank: int, params: TransferParams) -> tuple[Carrier, str]:
@@ -22,11 +21,11 @@ def build_carrier(name: str, wire: Wire, rank: int, params: TransferParams) -> t
     built: Carrier | None
     if name == INLINE:
         return InlineCarrier(wire), ""
-    slots = (params.max_outstanding, _SLOT_FRAMES * min(params.frame_bytes, MAX_FRAME_TARGET))
+    slot_bytes = min(params.frame_bytes, MAX_FRAME_TARGET) * 5 // 4 + TRAILER_BYTES  # see `pieces`
     if name == CUDA_IPC:
-        built, reason = build_cuda_ipc(wire, rank == 0, *slots, limit_s)
+        built, reason = build_cuda_ipc(wire, rank == 0, RING, slot_bytes, limit_s)
     elif name == SHM:
-        built, reason = build_shm(wire, rank == 0, *slots, limit_s)
+        built, reason = build_shm(wire, rank == 0, slot_bytes, limit_s)
     else:
         built, reason = Rendezvous(wire, name, rank, params.host, limit_s).run()
     return (InlineCarrier(wire), reason) if built is None else (built, "")

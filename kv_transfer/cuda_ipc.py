@@ -4,11 +4,10 @@ NOT RUN ON HARDWARE YET: what needs no GPU is tested, the calls that open a hand
 (torch/multiprocessing/reductions.py) and wait for a machine with CUDA. Opt-in: `kv.transport: cuda_ipc`.
 
 The prefill rank exports one staging buffer for each link, once, as plain fields over the link; the decode rank opens
-it, once. The buffer is `slots` counters (int64), then `slots` slots. Payload n goes into slot n % slots, and then n + 1
-into its counter, on one stream; the decode rank waits for that number, copies slot -> buffer on its own stream, and
-returns when that copy is done, so that the frame's acknowledgement also frees the slot. There are as many slots as
-frames may be outstanding. The decode rank reads nothing but the staging buffer, so a cancel frees blocks of either
-pool at once; what must wait for the acknowledgement, or for the end of the link, is a slot.
+it, once. The buffer is two counters (int64) for each slot, then the slots. Frame n goes into slot n % slots, and then
+n + 1 into its first counter, on one stream; the decode rank waits for that number, copies slot -> buffer on its own
+stream, and writes n + 1 into the second counter, for which the prefill rank waits before it fills the slot again. The
+decode rank reads nothing but the staging buffer, so a cancel frees blocks of either pool at once.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Handle:
 
 def staging_bytes(slots: int, slot_bytes: int) -> int:
     """Size of the staging buffer."""
-    return _rounded(8 * slots) + slots * _rounded(slot_bytes)
+    return _rounded(16 * slots) + slots * _rounded(slot_bytes)
 
 
 def _rounded(size: int) -> int:
@@ -90,49 +89,73 @@ class CudaIpcCarrier:
         self, staging: torch.Tensor, slots: int, slot_bytes: int, limit_s: float, peer_gone: Callable[[], bool]
     ) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if staging.is_cuda else staging.device
-        self._counters: torch.Tensor | None = staging[: 8 * slots].view(torch.int64)
-        self._slots = staging[_rounded(8 * slots) :][: slots * _rounded(slot_bytes)].view(slots, -1)
-        self._slot_bytes = self.largest = slot_bytes
+        self._counters: torch.Tensor | None = staging[: 16 * slots].view(torch.int64).view(2, slots)
+        self._slots = staging[_rounded(16 * slots) :][: slots * _rounded(slot_bytes)].view(slots, -1)
+        self._slot_bytes = slot_bytes
         self._limit_s = limit_s
         self._peer_gone = peer_gone
         streams: Any = torch.cuda.Stream
         self._stream = streams(self.device) if staging.is_cuda else None
+        self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._count = 0
 
-    def send(self, payload: torch.Tensor) -> None:
-        """Returns when the payload is in its slot."""
-        counters, size = self._open(), payload.numel()
+    def begin(self, size: int) -> None:
+        """Every frame has a slot of its own."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """Memory that is copied into a slot by `send`."""
         if size > self._slot_bytes:
-            raise CarrierFailed(f"{self.name}: a payload of {size} bytes, slots have {self._slot_bytes}")
-        at = self._count % len(counters)
+            raise CarrierFailed(f"{self.name}: a frame of {size} bytes, slots have {self._slot_bytes}")
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._memory[:size]
+
+    def send(self, frame: torch.Tensor) -> None:
+        """Returns when the frame is in its slot, having waited for the slot to be free."""
+        counters, size = self._open(), frame.numel()
+        if size > self._slot_bytes:
+            raise CarrierFailed(f"{self.name}: a frame of {size} bytes, slots have {self._slot_bytes}")
+        slots = len(self._slots)
+        at = self._count % slots
         try:
             with torch.cuda.stream(self._stream):
                 self._await_producer()
-                self._slots[at, :size].copy_(payload, non_blocking=True)
-                counters[at].fill_(self._count + 1)
+                self._await(counters[1, at], max(0, self._count + 1 - slots))
+                self._slots[at, :size].copy_(frame, non_blocking=True)
+                counters[0, at].fill_(self._count + 1)
             self._finish()
         except RuntimeError as error:
             raise CarrierFailed(f"{self.name}: {str(error).splitlines()[0][:200]}") from error
         self._count += 1
 
-    def receive(self, buffer: torch.Tensor) -> None:
-        """Returns when the buffer is filled and its slot may be used again."""
-        counters, size = self._open(), buffer.numel()
-        if size > self._slot_bytes:
-            raise CarrierFailed(f"{self.name}: a payload of {size} bytes, slots have {self._slot_bytes}")
-        at = self._count % len(counters)
-        deadline = time.monotonic() + self._limit_s
+    def expect(self, size: int) -> None:
+        """It must fit a slot."""
+        self.buffer(size)
+
+    def receive(self, size: int) -> torch.Tensor:
+        """Returns when the frame is in memory of this end, and its slot may be used again."""
+        counters, frame = self._open(), self.buffer(size)
+        at = self._count % len(self._slots)
         try:
             with torch.cuda.stream(self._stream):
-                while int(counters[at].item()) != self._count + 1:
-                    if self._peer_gone() or time.monotonic() > deadline:
-                        raise CarrierFailed(f"{self.name}: no payload within {self._limit_s:g} s, or the peer is gone")
-                    time.sleep(_LOOK_S)
-                buffer.copy_(self._slots[at, :size], non_blocking=True)
+                self._await(counters[0, at], self._count + 1)
+                frame.copy_(self._slots[at, :size], non_blocking=True)
+                counters[1, at].fill_(self._count + 1)
             self._finish()
         except RuntimeError as error:
             raise CarrierFailed(f"{self.name}: {str(error).splitlines()[0][:200]}") from error
         self._count += 1
+        return frame
+
+    def release(self) -> None:
+        """The slot is free already."""
+
+    def _await(self, counter: torch.Tensor, number: int) -> None:
+        deadline = time.monotonic() + self._limit_s
+        while int(counter.item()) != number:
+            if self._peer_gone() or time.monotonic() > deadline:
+                raise CarrierFailed(f"{self.name}: no frame within {self._limit_s:g} s, or the peer is gone")
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Let the staging buffer go: torch frees it when both ends have."""

@@ -1,16 +1,19 @@
-"""The header of a frame: what a payload is and where it belongs, validated before anything is allocated for it.
+"""What announces frames, what follows each of them, and the checksum that binds the two; validated before any payload.
 
-Frames of one leg that are ready together travel as one: one message has all their headers, and one payload their bytes,
-each frame beginning at a multiple of 64. So a frame can be small enough to stay in the processor's cache from gathering
-to checksum and from checksum to placing, while messages are few however much there is to move.
+Frames of one leg that are ready together travel as a parcel: one message names them all, and after it was accepted they
+come one after the other, each of its bytes and a trailer. A frame is small enough to stay in the processor's cache from
+the copy out of one pool to the copy into the other, and only exists as bytes while it is on its way.
 
-The checksum is xxh3_64 of the payload, seeded with a hash of all other header fields, so that it holds for both.
+The trailer says whether the frame is worth anything (the leg may have ended since it was announced, and then the bytes
+are `VOID`: of any content, and dropped) and has its checksum: xxh3_64 of the bytes, seeded with a hash of everything
+that was announced about them, so that it holds for both.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -18,17 +21,20 @@ import torch
 import xxhash
 
 from .events import LegKey
-from .plan import Box, Range, length
+from .plan import Box, length
 
 MAX_FRAME_BYTES = 64 << 20
-MAX_FRAME_TARGET = MAX_FRAME_BYTES // 4  # that frames are cut to: they have up to twice the size aimed at
-MAX_PARCEL_BYTES = 128 << 20  # of the frames that are announced together
+MAX_FRAME_TARGET = MAX_FRAME_BYTES // 4  # that frames are cut to
+MAX_PARCEL_BYTES = 128 << 20  # of the frames that are announced together, trailers included
 MAX_PARCEL_FRAMES = 512
-FRAME_ALIGN = 64  # where a frame may begin in a payload
 RAW = "raw"  # codec: the pool's own elements
+WHOLE, VOID = 0x4B, 0xB4  # states in a trailer; they differ in every bit
+TRAILER = struct.Struct("!B7xQ")  # state, checksum (0: without)
+TRAILER_BYTES = TRAILER.size
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ABOUT = struct.Struct("!8Q")  # number of the frame, its ranges, its size
 
 
 def item_bytes(dtype: str) -> int:
@@ -45,70 +51,80 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class FrameHeader:
-    """One frame. Ranges are half-open; heads are the model's own numbers. checksum 0 with `checked` false: none."""
+class Frame:
+    """The cells that a frame fills, and its bytes without the trailer. Heads are the model's own numbers."""
+
+    box: Box
+    bytes: int
+
+    def pack(self) -> list[int]:
+        """As plain numbers: layers, tokens, heads (half-open each), bytes."""
+        return [*self.box.layers, *self.box.tokens, *self.box.heads, self.bytes]
+
+    @staticmethod
+    def unpack(data: Any) -> Frame:
+        """The inverse of `pack`, every number checked. Raises ValueError."""
+        if type(data) is not list or len(data) != 7 or any(type(number) is not int for number in data):
+            raise ValueError("not a frame")
+        a, b, c, d, e, f, size = data
+        if not (0 <= a < b < 1 << 32 and 0 <= c < d < 1 << 32 and 0 <= e < f < 1 << 32 and 0 < size < 1 << 48):
+            raise ValueError(f"frame {data}: a range is empty or negative, or the size is no size")
+        return Frame(Box((c, d), (a, b), (e, f)), size)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Frames of one leg that are announced together."""
 
     request: str
     attempt: int
     first_choice: int
-    sequence: int  # per link, from 0, never repeated
-    layers: Range
-    tokens: Range
-    heads: Range
+    sequence: int  # of the first frame; frames are numbered per link, from 0, and a number is never used again
     dtype: str
     codec: str
-    bytes: int
-    checked: bool
-    checksum: int
+    checked: bool  # trailers have checksums
+    frames: Sequence[Frame]
 
     @property
     def leg(self) -> LegKey:
-        """The leg that it belongs to."""
+        """The leg that they belong to."""
         return (self.request, self.attempt, self.first_choice)
 
     @property
-    def box(self) -> Box:
-        """The cells that it fills."""
-        return Box(self.tokens, self.layers, self.heads)
+    def bytes(self) -> int:
+        """Of all frames and their trailers."""
+        return sum(frame.bytes for frame in self.frames) + len(self.frames) * TRAILER_BYTES
 
-    def pack(self) -> list[Any]:
-        """As a msgpack array in field order."""
-        return [getattr(self, name) for name in _FIELDS]
+    def pack(self) -> dict[str, Any]:
+        """The fields of a `frames` message."""
+        fields = [self.request, self.attempt, self.first_choice, self.sequence, self.dtype, self.codec, self.checked]
+        return {"header": fields, "frames": [frame.pack() for frame in self.frames]}
 
     @staticmethod
-    def unpack(data: Any) -> FrameHeader:
-        """The inverse of `pack`, every field's type and sign checked. Raises ValueError."""
-        if not isinstance(data, list) or len(data) != len(_FIELDS):
-            raise ValueError("not a frame header")
-        request, attempt, choice, sequence, layers, tokens, heads, dtype, codec, size, checked, checksum = data
-        numbers = (attempt, choice, sequence, size, checksum)
-        if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
-            raise ValueError("frame header: a number is missing or out of range")
-        if type(request) is not str or type(dtype) is not str or type(codec) is not str or type(checked) is not bool:
-            raise ValueError("frame header: a field has the wrong type")
-        ranges = (_range(layers, "layers"), _range(tokens, "tokens"), _range(heads, "heads"))
-        return FrameHeader(request, attempt, choice, sequence, *ranges, dtype, codec, size, checked, checksum)
+    def unpack(message: Any) -> Parcel:
+        """The inverse of `pack`: the type and sign of every field checked. Raises ValueError."""
+        fields, frames = message.get("header"), message.get("frames")
+        if type(fields) is not list or [type(value) for value in fields] != _FIELDS:
+            raise ValueError("not the header of a parcel")
+        if any(not 0 <= number < 1 << 63 for number in fields[1:4]):
+            raise ValueError("header of a parcel: a number is out of range")
+        if type(frames) is not list or not 0 < len(frames) <= MAX_PARCEL_FRAMES:
+            raise ValueError("a parcel with no list of frames, or with too many")
+        request, attempt, choice, sequence, dtype, codec, checked = fields
+        unpacked = [Frame.unpack(data) for data in frames]
+        parcel = Parcel(request, attempt, choice, sequence, dtype, codec, checked, unpacked)
+        if len(frames) > 1 and parcel.bytes > MAX_PARCEL_BYTES:
+            raise ValueError(f"a parcel of {parcel.bytes} bytes is too large")
+        return parcel
+
+    def seed(self) -> int:
+        """A hash of what all its frames have in common; `checksum` wants it."""
+        return xxhash.xxh3_64_intdigest(
+            msgpack.packb([self.request, self.attempt, self.first_choice, self.dtype, self.codec])
+        )
 
 
-_FIELDS = tuple(field.name for field in fields(FrameHeader))
-
-
-def _range(value: Any, name: str) -> Range:
-    if not isinstance(value, list) or len(value) != 2 or not all(type(edge) is int for edge in value):
-        raise ValueError(f"frame header: {name} is not a range")
-    if not 0 <= value[0] < value[1] < 1 << 32:
-        raise ValueError(f"frame header: {name} {value} is empty or negative")
-    return (value[0], value[1])
-
-
-def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where frames of these sizes begin in the payload that they share, and its size in bytes."""
-    starts, end = [], 0
-    for size in sizes:
-        start = -(-end // FRAME_ALIGN) * FRAME_ALIGN
-        starts.append(start)
-        end = start + size
-    return starts, end
+_FIELDS = [str, int, int, int, str, str, bool]
 
 
 def payload_shape(box: Box, head_dim: int) -> tuple[int, int, int, int, int]:
@@ -121,17 +137,16 @@ def cell_bytes(head_dim: int, dtype: str) -> int:
     return 2 * head_dim * item_bytes(dtype)
 
 
-def sealed(header: FrameHeader, sequence: int, payload: memoryview | None) -> FrameHeader:
-    """The header under a sequence number, with the checksum of its payload (None: without one)."""
-    fields: list[Any] = header.pack()
-    fields[_FIELDS.index("sequence")] = sequence
-    fields[-2:] = [payload is not None, 0]
-    if payload is not None:
-        fields[-1] = checksum(FrameHeader(*fields), payload)
-    return FrameHeader(*fields)
+def checksum(seed: int, sequence: int, frame: Frame, payload: memoryview) -> int:
+    """xxh3_64 over the bytes of frame `sequence` and what was announced of it. seed: of its parcel."""
+    box = frame.box
+    about = _ABOUT.pack(sequence, *box.layers, *box.tokens, *box.heads, frame.bytes)
+    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(about, seed))
 
 
-def checksum(header: FrameHeader, payload: memoryview) -> int:
-    """xxh3_64 over header and payload; `checked`, `checksum` of the header do not count."""
-    about = msgpack.packb(header.pack()[:-2])
-    return int(xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(about)))
+def trailer(seed: int, sequence: int, frame: Frame, payload: memoryview | None) -> bytes:
+    """What follows a frame that is whole (payload None: without a checksum)."""
+    return TRAILER.pack(WHOLE, 0 if payload is None else checksum(seed, sequence, frame, payload))
+
+
+VOID_TRAILER = TRAILER.pack(VOID, 0)

@@ -1,4 +1,4 @@
-"""Judging and placing frames on a decode rank: what may be accepted, and the checked write into the pool."""
+"""Judging parcels and placing frames on a decode rank: what may be accepted, and the checked write into the pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .block_store import BlockStore
 from .carriers import bytes_of
 from .codec import decode, wire_bytes
 from .events import LegKey
-from .frames import MAX_FRAME_BYTES, FrameHeader, checksum
+from .frames import MAX_FRAME_BYTES, TRAILER, VOID, WHOLE, Parcel, checksum
 from .handoff import ReceiveLeg
 from .plan import Range
 
@@ -54,43 +54,51 @@ class Placement:
         self._checked = checked
         self._format = (dtype, codec)  # of the payloads
 
-    def judge(self, header: FrameHeader, leg: ExpectedLeg) -> None:
-        """Whether the frame may be received. Raises TransferFailed with the reason."""
-        layout, box = self._owner.layout, header.box
-        if (header.dtype, header.codec) != self._format:
-            raise TransferFailed(f"frame of {header.dtype}/{header.codec}, expected {'/'.join(self._format)}")
-        if self._checked and not header.checked:
-            raise TransferFailed("frame without a checksum")
-        if not any(low <= box.heads[0] and box.heads[1] <= high for low, high in self._heads):
-            raise TransferFailed(f"kv heads {list(box.heads)} do not come from prefill rank {self._source}")
+    def judge(self, parcel: Parcel, leg: ExpectedLeg) -> None:
+        """Whether the parcel may be received. Raises TransferFailed with the reason."""
+        if (parcel.dtype, parcel.codec) != self._format:
+            raise TransferFailed(f"frames of {parcel.dtype}/{parcel.codec}, expected {'/'.join(self._format)}")
+        if self._checked and not parcel.checked:
+            raise TransferFailed("frames without checksums")
+        head_dim = self._owner.layout.head_dim
+        for frame in parcel.frames:
+            box = frame.box
+            if not any(low <= box.heads[0] and box.heads[1] <= high for low, high in self._heads):
+                raise TransferFailed(f"kv heads {list(box.heads)} do not come from prefill rank {self._source}")
+            due = wire_bytes(box, head_dim, parcel.dtype, parcel.codec)
+            if frame.bytes != due or due > MAX_FRAME_BYTES:
+                raise TransferFailed(f"frame of {frame.bytes} bytes, its ranges hold {due} (limit {MAX_FRAME_BYTES})")
         with leg.lock:
-            problem = leg.handoff.problem(box)
+            problem = next((found for frame in parcel.frames if (found := leg.handoff.problem(frame.box))), "")
         if problem:
             raise TransferFailed(f"frame of leg {leg.key} refused: {problem}")
-        due = wire_bytes(box, layout.head_dim, header.dtype, header.codec)
-        if header.bytes != due or due > MAX_FRAME_BYTES:
-            raise TransferFailed(f"frame of {header.bytes} bytes, its ranges hold {due} (limit {MAX_FRAME_BYTES})")
 
-    def place(self, header: FrameHeader, leg: ExpectedLeg, payload: torch.Tensor) -> bool:
-        """Verify and write one payload (flat uint8). True: that completed the leg's KV.
+    def place(self, parcel: Parcel, seed: int, index: int, leg: ExpectedLeg, whole: torch.Tensor) -> bool:
+        """Verify and write frame `index` of a parcel (flat uint8, with its trailer); a void one is dropped.
 
-        Raises TransferFailed when it is corrupt or no longer wanted, InternalError when the pool cannot take it.
+        True: that completed the leg's KV. seed: of the parcel. Raises TransferFailed when it is corrupt or no longer
+        wanted, InternalError when the pool cannot take it.
         """
+        frame = parcel.frames[index]
         if reach("decode.payload"):
-            payload = payload.clone()  # where it lies it may not be ours to write to
-            payload[0] ^= 1
-        if header.checked and checksum(header, bytes_of(payload.cpu())) != header.checksum:
-            raise TransferFailed(
-                f"frame {header.sequence} of leg {leg.key} from prefill rank {self._source} is corrupt"
-            )
+            whole = whole.clone()  # where it lies it may not be ours to write to
+            whole[0] ^= 1
+        there = bytes_of(whole.cpu())
+        state, due = TRAILER.unpack_from(there, frame.bytes)
+        if state == VOID:
+            return False
+        sequence = parcel.sequence + index
+        if state != WHOLE or (parcel.checked and checksum(seed, sequence, frame, there[: frame.bytes]) != due):
+            raise TransferFailed(f"frame {sequence} of leg {leg.key} from prefill rank {self._source} is corrupt")
         reach("decode.frame")
-        layout, store, box = self._owner.layout, self._owner.store, header.box
+        layout, store, box = self._owner.layout, self._owner.store, frame.box
         first_head = layout.head_ranges[self._owner.rank][0]
         heads = (box.heads[0] - first_head, box.heads[1] - first_head)
+        payload = whole[: frame.bytes].to(store.device)
         try:
-            shaped = decode(payload.to(store.device), box, layout.head_dim, header.dtype, header.codec, store.dtype)
+            shaped = decode(payload, box, layout.head_dim, parcel.dtype, parcel.codec, store.dtype)
         except ValueError as error:
-            raise TransferFailed(f"frame {header.sequence} of leg {leg.key} cannot be decoded: {error}") from error
+            raise TransferFailed(f"frame {sequence} of leg {leg.key} cannot be decoded: {error}") from error
         with leg.lock:
             if problem := leg.handoff.problem(box):
                 raise TransferFailed(f"frame of leg {leg.key} refused: {problem}")
@@ -98,4 +106,4 @@ class Placement:
                 store.scatter(leg.blocks, box.layers, heads, box.tokens, shaped)
             except (RuntimeError, ValueError, IndexError) as error:
                 raise InternalError(f"placing {box}: {error}") from error
-            return leg.handoff.placed(box, self._source, header.bytes)
+            return leg.handoff.placed(box, self._source, frame.bytes)

@@ -79,21 +79,26 @@ def joined(one: Box, two: Box) -> Box | None:
 
 
 def pieces(box: Box, cell_bytes: int, target_bytes: int) -> list[Box]:
-    """Cut a box into frames of `target_bytes` to twice that, evenly, or itself if it is smaller.
+    """Cut a box into frames of about `target_bytes` (never more than 5/4 of it, but one token of one layer) or less.
 
-    Whole layers stay together where a layer is no larger than the target. `cell_bytes` is the size of one
-    (token, layer, head): 2 * head_dim * itemsize.
+    Whole layers stay together where a layer is no larger than the target; otherwise frames begin at round numbers of
+    tokens, where blocks probably begin. `cell_bytes` is the size of one (token, layer, head): 2 * head_dim * itemsize.
     """
-    layer_bytes = length(box.tokens) * length(box.heads) * cell_bytes
+    token_bytes = length(box.heads) * cell_bytes
+    layer_bytes = length(box.tokens) * token_bytes
     if layer_bytes <= target_bytes:
-        count = max(1, length(box.layers) * layer_bytes // target_bytes)
+        count = -(-length(box.layers) // (target_bytes // layer_bytes))
         return [Box(box.tokens, layers, box.heads) for layers in split(box.layers, count)]
-    count = max(1, layer_bytes // target_bytes)
-    return [
-        Box(tokens, (layer, layer + 1), box.heads)
-        for layer in range(*box.layers)
-        for tokens in split(box.tokens, count)
-    ]
+    spans = _rounded(box.tokens, max(1, target_bytes // token_bytes))
+    return [Box(tokens, (layer, layer + 1), box.heads) for layer in range(*box.layers) for tokens in spans]
+
+
+def _rounded(span: Range, most: int) -> list[Range]:
+    """Ranges of nearly equal length, `most` or at most a quarter more, that end at multiples of a power of two."""
+    grain = 1 << (max(1, most // 4).bit_length() - 1)
+    edges = [stop // grain * grain for _, stop in split(span, -(-length(span) // most))]
+    edges = [span[0], *(edge for edge in edges[:-1] if edge > span[0]), span[1]]
+    return list(pairwise(edges))
 
 
 def split(span: Range, count: int) -> list[Range]:

@@ -9,16 +9,24 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from .events import LegKey
-from .frames import FRAME_ALIGN, MAX_PARCEL_BYTES, MAX_PARCEL_FRAMES
+from .frames import MAX_PARCEL_BYTES, MAX_PARCEL_FRAMES, TRAILER_BYTES
 from .handoff import SendLeg
 from .plan import Box, Range, joined, length, pieces
 
-PARCELS, PARCELS_IN_PLACE = 20, 42  # announcements of a leg, about: with 4 messages each, and with 2 (shm)
+_PARCELS = 20  # announcements of a leg, about, when it is computed bit by bit: each is answered by two messages
+_FULL = 4  # when much is queued, a parcel takes so many times what is worth a message
+_FRAMES = 12  # of a leg, at least: both ends work at the same time on all but the first and the last
+_LEAST_SHARE = 4  # and no smaller than this part of the largest frame: each costs both ends some time of its own
 
 
-def worth_cells(due: int, cell_bytes: int, frame_bytes: int, parcels: int) -> int:
-    """How many cells of a part of `due` cells are worth an announcement: a frame, and one of `parcels` shares."""
-    enough = max(frame_bytes, due * cell_bytes // parcels)
+def frame_target(due: int, cell_bytes: int, frame_bytes: int) -> int:
+    """Bytes of the frames that a part of `due` cells is cut into."""
+    return min(frame_bytes, max(due * cell_bytes // _FRAMES, frame_bytes // _LEAST_SHARE, 1))
+
+
+def worth_cells(due: int, cell_bytes: int, frame_bytes: int) -> int:
+    """How many cells of a part of `due` cells are worth an announcement: a frame, and a twentieth of the part."""
+    enough = max(frame_bytes, due * cell_bytes // _PARCELS)
     return max(1, min(enough, MAX_PARCEL_BYTES - 3 * frame_bytes) // cell_bytes)
 
 
@@ -48,6 +56,7 @@ class LegPart:
     cut: deque[Box] = field(default_factory=deque)  # the box that is being sent, in frames
     done_sent_at: float | None = None
     held: bool = False  # until the decode rank expects the leg
+    frame_bytes: int = 0  # that frames are cut to
     worth: int = 0  # cells for which a message is worth sending while more are to come
     step: int = 0  # cells of the last push of the engine
 
@@ -108,14 +117,14 @@ class LegPart:
             self.cut.extend(pieces(self.boxes.popleft(), cell_bytes, frame_bytes))
         return self.cut.popleft()
 
-    def take_parcel(self, cell_bytes: int, frame_bytes: int, limit_bytes: int) -> list[Box]:
-        """The boxes of frames to announce together, of what is `ready`: about as much as is worth a message."""
+    def take_parcel(self, cell_bytes: int, frame_bytes: int) -> list[Box]:
+        """The boxes of frames to announce together, of what is `ready`: as much as is worth a message, or more."""
         taken = [self.take(cell_bytes, frame_bytes)]
         cells = taken[0].volume
-        while cells < self.worth and len(taken) < MAX_PARCEL_FRAMES and (self.boxes or self.cut):
+        while cells < _FULL * self.worth and len(taken) < MAX_PARCEL_FRAMES and (self.boxes or self.cut):
             box = self.take(cell_bytes, frame_bytes)
             cells += box.volume
-            if cells * cell_bytes + (len(taken) + 1) * FRAME_ALIGN > limit_bytes:
+            if cells * cell_bytes + (len(taken) + 1) * TRAILER_BYTES > MAX_PARCEL_BYTES:
                 self.cut.appendleft(box)
                 break
             taken.append(box)

@@ -24,7 +24,7 @@ from .codec import wire_cell_bytes, wire_dtype
 from .events import LegKey
 from .frames import MAX_FRAME_TARGET
 from .handshake import HelloSender, say_hello
-from .send_leg import PARCELS, PARCELS_IN_PLACE, LegPart, worth_cells
+from .send_leg import LegPart, frame_target, worth_cells
 from .send_window import SendWindow, WindowOwner
 from .ticket import Ticket
 from .wire import Wire, WireError, field, leg_of
@@ -75,7 +75,6 @@ class SendLink:
         self._dtype = wire_dtype(owner.layout.dtype, Ticket.unpack(ticket).layout.dtype, owner.params.wire)
         self._cell_bytes = wire_cell_bytes(owner.layout.head_dim, self._dtype, owner.params.wire)
         self._frame_bytes = min(owner.params.frame_bytes, MAX_FRAME_TARGET)
-        self._parcels = PARCELS
         self._wire: Wire | None = None
         self._outbox: deque[tuple[str, dict[str, Any]]] = deque()
         self._ready: deque[LegPart] = deque()  # parts that may have something to send, each once
@@ -101,7 +100,8 @@ class SendLink:
         if not self.parts:
             self._busy_at = time.monotonic()
         self.parts[part.leg.key] = part
-        part.worth = worth_cells(part.due, self._cell_bytes, self._frame_bytes, self._parcels)
+        part.frame_bytes = frame_target(part.due, self._cell_bytes, self._frame_bytes)
+        part.worth = worth_cells(part.due, self._cell_bytes, part.frame_bytes)
         self.post("open", leg=part.leg.key, ticket=ticket)
 
     def post(self, kind: str, **fields: Any) -> None:
@@ -143,7 +143,6 @@ class SendLink:
         try:
             wire, window = self._connect()
             self._window = window
-            self._use(window)
             while not self._stopped and not self._idle_too_long(wire, window):
                 self._turn(wire, window)
         except WireError as fault:
@@ -163,14 +162,6 @@ class SendLink:
             self._wake_write = -1
         os.close(self._wake_read)
         self._owner.link_closed(self)
-
-    def _use(self, window: SendWindow) -> None:
-        """The carrier is known now: where announcements cost less there may be more, and buffers are smaller."""
-        with self._owner.lock:
-            self._parcels = PARCELS_IN_PLACE if window.in_place else PARCELS
-            for part in self.parts.values():
-                part.worth = worth_cells(part.due, self._cell_bytes, self._frame_bytes, self._parcels)
-                self.offer(part)
 
     def _connect(self) -> tuple[Wire, SendWindow]:
         """Dial, shake hands, build the carrier. Raises WireError, or what the decode rank refused with."""
@@ -209,11 +200,14 @@ class SendLink:
         return carrier
 
     def _turn(self, wire: Wire, window: SendWindow) -> None:
-        """Do one thing: read a message, or write one, or wait for either."""
+        """Do one thing: read a message, or write one, or a frame, or wait for either."""
         self._check_clocks(wire, window)
         if wire.readable(0):
             self._handle(window, wire.receive())
-        elif not (self._send_control(wire, window) or self._announce(window) or self._send_done(wire, window)):
+            return
+        if not window.writing and (self._send_control(wire, window) or self._announce(window)):
+            return
+        if not (window.step() or self._send_done(wire, window)):
             self._wait(wire, window)
 
     def _check_clocks(self, wire: Wire, window: SendWindow) -> None:
@@ -232,7 +226,7 @@ class SendLink:
             raise WireError(f"nothing from the decode rank for {limit:g} s")
         if ending and not window.busy and now - min(ending) > limit:
             raise WireError(f"no answer to the end of a leg for {limit:g} s")
-        if now - wire.last_sent > limit / 4:
+        if now - wire.last_sent > limit / 4 and not window.writing:
             wire.send("beat")
 
     def _idle_too_long(self, wire: Wire, window: SendWindow) -> bool:
@@ -259,7 +253,7 @@ class SendLink:
             part = self._ready.popleft()
             if not part.ready:  # held meanwhile
                 return True
-            boxes = part.take_parcel(self._cell_bytes, self._frame_bytes, window.largest)
+            boxes = part.take_parcel(self._cell_bytes, part.frame_bytes)
             if part.ready:
                 self._ready.append(part)
         window.announce(part, boxes)
@@ -275,11 +269,21 @@ class SendLink:
         wire.send("done", leg=part.leg.key, first_tokens=part.first_tokens)
         return True
 
+    def _end_again(self) -> None:
+        """The decode rank changed carrier: it took no notice of any end of a leg that it has not answered."""
+        with self._owner.lock:
+            for part in self.parts.values():
+                part.done_sent_at = None
+
     def _handle(self, window: SendWindow, message: Any) -> None:
         if not isinstance(message, dict):
             raise WireError("a payload came the wrong way")
         kind = message["kind"]
-        if kind == "beat" or window.on_message(message):
+        if kind == "beat":
+            return
+        if window.on_message(message):
+            if kind == "switched":
+                self._end_again()
             return
         with self._owner.lock:
             part = self.parts.get(leg_of(message))

@@ -1,14 +1,18 @@
-"""The frames of a prefill link that are on their way: announced, accepted, handed to the carrier, acknowledged.
+"""The frames of a prefill link that are on their way: announced, accepted, gathered and sent, acknowledged.
 
-The link's thread alone uses a window. A payload goes to the carrier only after the decode rank accepted its header.
-When the carrier fails, the window changes to `inline` and announces again whatever was not acknowledged; the decode
-rank first says that it has dropped what it had accepted, so nothing is placed twice.
+The link's thread alone uses a window. A parcel's frames are copied out of the pool one at a time, after the decode rank
+has accepted all of them, into a buffer of the carrier that is small enough to stay in the processor's cache until they
+are sent. When its leg ends meanwhile, what is left of the parcel is sent as void frames.
+
+When the carrier fails, the window changes to `inline` and announces again whatever did not get through; the decode rank
+says which frame that begins with, and that it has dropped what it had accepted, so nothing is placed twice.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,32 +22,33 @@ from ..proto.errors import BatonError, InternalError, from_wire
 from ..proto.failpoints import reach
 from ..proto.kv_layout import KVLayout
 from .block_store import BlockStore
-from .carriers import INLINE, Carrier, CarrierFailed, InlineCarrier, bytes_of, patience_s
+from .carriers import INLINE, RING, Carrier, CarrierFailed, InlineCarrier, bytes_of, patience_s
 from .codec import direct, encode, wire_bytes
 from .events import LegKey
-from .frames import FrameHeader, offsets, sealed
+from .frames import TRAILER_BYTES, VOID_TRAILER, Frame, Parcel, trailer
 from .plan import Box
 from .send_leg import LegPart
-from .shm import ShmSender
-from .staging import Staging
 from .wire import Wire, WireError, field
 
 _log = logging.getLogger(__name__)
+_UNANSWERED = 16  # parcels that were sent and not acknowledged, at most
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """Frames of one leg that were announced together and not yet acknowledged."""
+    """A parcel on its way."""
 
     part: LegPart
-    headers: list[FrameHeader]
-    payload: torch.Tensor  # flat bytes, each frame where `offsets` says
-    handed_over: bool = False  # to the carrier
+    parcel: Parcel
+    seed: int
+    accepted: bool = False
+    sent: int = 0  # frames that the carrier has
+    void: bool = False  # the leg is over: what is left is of no use
 
     @property
-    def key(self) -> int:
-        """The sequence number that stands for all of them."""
-        return self.headers[0].sequence
+    def handed_over(self) -> bool:
+        """Whether the carrier has all of it."""
+        return self.sent == len(self.parcel.frames)
 
 
 class WindowOwner(Protocol):
@@ -57,11 +62,11 @@ class WindowOwner(Protocol):
     def rank(self) -> int: ...
 
     def start_frame(self, part: LegPart) -> bool:
-        """Whether the leg still goes on, so that a frame of it may be announced now."""
+        """Whether the leg still goes on, so that a frame of it may be sent now."""
         ...
 
-    def frame_acknowledged(self, part: LegPart, size: int) -> None:
-        """One frame is in the decode rank's pool."""
+    def frames_acknowledged(self, part: LegPart, size: int, frames: int) -> None:
+        """So many bytes in so many frames are in the decode rank's pool."""
         ...
 
     def frame_postponed(self, part: LegPart, box: Box) -> None:
@@ -74,7 +79,7 @@ class WindowOwner(Protocol):
 
 
 class SendWindow:
-    """At most `size` announcements that are not acknowledged, each of one or more frames of a leg."""
+    """At most `size` announcements whose payload is still to be sent, each of one or more frames of a leg."""
 
     def __init__(
         self, owner: WindowOwner, wire: Wire, carrier: Carrier, checked: bool, size: int, dtype: str, codec: str
@@ -84,12 +89,13 @@ class SendWindow:
         self._carrier = carrier
         self._checked = checked
         self._dtype, self._codec = dtype, codec  # of the payloads
+        self._direct = direct(owner.store.dtype, dtype, codec)
+        self._first_head = owner.layout.head_ranges[owner.rank][0]
         self._size = size
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, _Flight] = {}  # by the number of their first frame
+        self._granted: deque[_Flight] = deque()  # accepted, and not handed over
         self._next = 0
         self._switching = False
-        self._parked: list[_Flight] = []  # gathered while the carrier was changed, not announced yet
-        self._staging = Staging(carrier.device)
         self._unsent = 0  # bytes of the socket's queue when it was last looked at
         self._progress_at = 0.0
         self._begun: set[LegKey] = set()
@@ -100,19 +106,16 @@ class SendWindow:
         return bool(self._flights) or self._switching
 
     @property
-    def largest(self) -> int:
-        """Bytes of the largest payload that can be announced."""
-        return self._carrier.largest
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the peer reads payloads where they were gathered, so that an announcement is all that is sent."""
-        return isinstance(self._carrier, ShmSender)
+    def writing(self) -> bool:
+        """Whether a payload on the wire is not whole, so that no message can be written."""
+        return bool(self._granted) and self._granted[0].sent > 0 and self._carrier.name == INLINE
 
     @property
     def room(self) -> bool:
-        """Whether another frame may be announced."""
-        return len(self._flights) < self._size and not self._switching
+        """Whether another parcel may be announced."""
+        if self._switching or self.writing or len(self._flights) >= self._size + _UNANSWERED:
+            return False
+        return sum(not flight.handed_over for flight in self._flights.values()) < self._size
 
     def check(self, now: float, limit_s: float) -> None:
         """Raises WireError when nothing at all has gone on with the frames on their way for too long."""
@@ -120,12 +123,13 @@ class SendWindow:
         self._unsent = unsent
         if unsent < before:
             self._progress_at = now
-        limit_s += patience_s(self._carrier.name, sum(flight.payload.numel() for flight in self._flights.values()))
+        largest = max((frame.bytes for f in self._flights.values() for frame in f.parcel.frames), default=0)
+        limit_s += patience_s(self._carrier.name, RING * largest)
         if self.busy and now - self._progress_at > limit_s * (2 if self._switching else 1):
             raise WireError(f"no answer to a frame for {limit_s:g} s")
 
     def owes(self, part: LegPart) -> bool:
-        """Whether a payload of this part has yet to be handed to the carrier."""
+        """Whether a frame of this part has yet to be handed to the carrier."""
         return self._switching or any(f.part is part and not f.handed_over for f in self._flights.values())
 
     def close(self) -> None:
@@ -137,7 +141,7 @@ class SendWindow:
         self._begun.discard(key)
 
     def announce(self, part: LegPart, boxes: list[Box]) -> None:
-        """Gather frames and send their headers. A fault of the pool ends the leg, not the link."""
+        """Send what the decode rank must know of these frames."""
         key = part.leg.key
         try:
             if key not in self._begun:
@@ -146,17 +150,31 @@ class SendWindow:
             reach("prefill.frame")
             if part.last_taken:
                 reach("prefill.last_frame")
-            flight = self._gathered(part, boxes)
-        except (BatonError, RuntimeError, ValueError, IndexError) as error:
-            failure = error if isinstance(error, BatonError) else InternalError(f"gathering {boxes[0]}: {error}")
-            self._owner.leg_failed(key, failure)
+        except BatonError as error:
+            self._owner.leg_failed(key, error)
             return
-        if not self._owner.start_frame(part):
-            self._give(flight.payload)
-        elif self._switching:
-            self._parked.append(flight)
-        else:
-            self._launch(flight)
+        head_dim = self._owner.layout.head_dim
+        frames = [Frame(box, wire_bytes(box, head_dim, self._dtype, self._codec)) for box in boxes]
+        self._launch(part, frames)
+
+    def step(self) -> bool:
+        """Gather and send the next frame of what was accepted. False: there is none. Raises WireError."""
+        if not self._granted:
+            return False
+        flight = self._granted[0]
+        try:
+            if not flight.sent:
+                reach("prefill.mid_frame")
+                self._carrier.begin(flight.parcel.bytes)
+            self._send_frame(flight, flight.parcel.frames[flight.sent])
+        except CarrierFailed as error:
+            self._switch(str(error))
+            return True
+        flight.sent += 1
+        if flight.handed_over:
+            self._granted.popleft()
+        self._progress_at = time.monotonic()
+        return True
 
     def on_message(self, message: dict[str, Any]) -> bool:
         """Handle a message about frames; False when it is about something else. Raises WireError."""
@@ -166,102 +184,88 @@ class SendWindow:
         elif kind == "ack":
             flight = self._pop(message)
             if not (flight.handed_over or self._switching):
-                raise WireError("a frame was acknowledged before its payload was sent")
-            self._give(flight.payload)
-            for header in flight.headers:
-                self._owner.frame_acknowledged(flight.part, header.bytes)
+                raise WireError("a parcel was acknowledged before its payload was sent")
+            self._acknowledged(flight, len(flight.parcel.frames))
         elif kind == "refuse":
             flight = self._pop(message)
-            self._give(flight.payload)
             reason = from_wire(field(message, "code", str), field(message, "message", str))
             self._owner.leg_failed(flight.part.leg.key, reason)
         elif kind == "later":
             flight = self._pop(message)
-            self._give(flight.payload)
-            for header in reversed(flight.headers):
-                self._owner.frame_postponed(flight.part, header.box)
+            for frame in reversed(flight.parcel.frames):
+                self._owner.frame_postponed(flight.part, frame.box)
         elif kind == "carrier_failed":
             self._switch(field(message, "reason", str))
         elif kind == "switched":
-            self._announce_again()
+            self._announce_again(field(message, "sequence", int))
         else:
             return False
         return True
 
-    def _gathered(self, part: LegPart, boxes: list[Box]) -> _Flight:
-        """The frames of these boxes, each copied out of the pool once and summed while it is in the cache."""
-        head_dim = self._owner.layout.head_dim
-        sizes = [wire_bytes(box, head_dim, self._dtype, self._codec) for box in boxes]
-        starts, total = offsets(sizes)
-        payload = self._lend(total)
-        headers = []
-        try:
-            for number, (box, start, size) in enumerate(zip(boxes, starts, sizes, strict=True)):
-                frame = payload[start : start + size]
-                self._gather(part, box, frame)
-                ranges = (box.layers, box.tokens, box.heads)
-                header = FrameHeader(*part.leg.key, 0, *ranges, self._dtype, self._codec, size, False, 0)
-                headers.append(self._sealed(header, number, frame))
-        except BaseException:
-            self._give(payload)
-            raise
-        return _Flight(part, headers, payload)
-
-    def _gather(self, part: LegPart, box: Box, frame: torch.Tensor) -> None:
-        store, first_head = self._owner.store, self._owner.layout.head_ranges[self._owner.rank][0]
-        where = (part.leg.blocks, box.layers, (box.heads[0] - first_head, box.heads[1] - first_head), box.tokens)
-        if direct(store.dtype, self._dtype, self._codec):
-            store.gather(*where, frame)
-        else:
-            encode(store.gather(*where), frame, self._dtype, self._codec)
-
-    def _lend(self, size: int) -> torch.Tensor:
-        """A buffer for a payload, in place where the carrier has one."""
-        if isinstance(self._carrier, ShmSender):
-            try:
-                return self._carrier.lend(size)
-            except CarrierFailed as error:
-                self._switch(str(error))
-        return self._staging.lend(size)
-
-    def _give(self, payload: torch.Tensor) -> None:
-        self._staging.give(payload)
-        if isinstance(self._carrier, ShmSender):
-            self._carrier.give(payload)
-
-    def _launch(self, flight: _Flight) -> None:
+    def _launch(self, part: LegPart, frames: list[Frame]) -> None:
+        """Announce frames under new numbers, unless their leg is over."""
+        if not self._owner.start_frame(part):
+            return
         if not self._flights:
             self._progress_at = time.monotonic()
-        self._next += len(flight.headers)
-        self._flights[flight.key] = flight
-        first, *more = [header.pack() for header in flight.headers]
-        fields: dict[str, Any] = {"more": more} if more else {}
-        if isinstance(self._carrier, ShmSender):
-            reach("prefill.mid_frame")
-            fields["at"] = self._carrier.where(flight.payload)
-            flight.handed_over = True
-        self._wire.send("frame", header=first, **fields)
+        parcel = Parcel(*part.leg.key, self._next, self._dtype, self._codec, self._checked, frames)
+        self._flights[self._next] = _Flight(part, parcel, parcel.seed())
+        self._next += len(frames)
+        self._wire.send("frames", **parcel.pack())
+
+    def _send_frame(self, flight: _Flight, frame: Frame) -> None:
+        size = frame.bytes
+        whole = self._carrier.buffer(size + TRAILER_BYTES)
+        payload = whole[:size]
+        flight.void = flight.void or not self._gathered(flight.part, frame.box, payload)
+        view = bytes_of(whole.cpu())
+        if flight.void:
+            view[size:] = VOID_TRAILER
+        else:
+            summed = view[:size] if self._checked else None
+            view[size:] = trailer(flight.seed, flight.parcel.sequence + flight.sent, frame, summed)
+        if whole.device.type != "cpu":
+            whole[size:] = torch.frombuffer(view[size:], dtype=torch.uint8)
+        self._carrier.send(whole)
+
+    def _gathered(self, part: LegPart, box: Box, payload: torch.Tensor) -> bool:
+        """Copy a frame out of the pool; whether that is worth sending. A fault of the pool ends the leg."""
+        if not part.alive:
+            return False
+        heads = (box.heads[0] - self._first_head, box.heads[1] - self._first_head)
+        try:
+            if self._direct:
+                self._owner.store.gather(part.leg.blocks, box.layers, heads, box.tokens, payload)
+            else:
+                kv = self._owner.store.gather(part.leg.blocks, box.layers, heads, box.tokens)
+                encode(kv, payload, self._dtype, self._codec)
+        except (BatonError, RuntimeError, ValueError, IndexError) as error:
+            failure = error if isinstance(error, BatonError) else InternalError(f"gathering {box}: {error}")
+            self._owner.leg_failed(part.leg.key, failure)
+            return False
+        return self._owner.start_frame(part)  # if not, its blocks may have had another content already
 
     def _accepted(self, flight: _Flight | None) -> None:
         if self._switching and flight is not None:
             return  # it will be announced again
-        if flight is None or flight.handed_over:
-            raise WireError("the peer accepted a frame that was not announced")
-        reach("prefill.mid_frame")
-        try:
-            self._carrier.send(flight.payload)
-        except CarrierFailed as error:
-            self._switch(str(error))
-            return
-        flight.handed_over = True
-        self._progress_at = time.monotonic()
+        if flight is None or flight.accepted:
+            raise WireError("the peer accepted a parcel that was not announced")
+        flight.accepted = True
+        self._granted.append(flight)
 
     def _pop(self, message: dict[str, Any]) -> _Flight:
+        """The flight that comes to its end by this message."""
         flight = self._flights.pop(field(message, "sequence", int), None)
         if flight is None:
-            raise WireError(f"{message['kind']} of a frame that was not announced")
+            raise WireError(f"{message['kind']} of a parcel that was not announced")
+        if flight.accepted and not (flight.handed_over or self._switching):
+            raise WireError(f"{message['kind']} of a parcel whose payload was not sent")
         self._progress_at = time.monotonic()
         return flight
+
+    def _acknowledged(self, flight: _Flight, count: int) -> None:
+        size = sum(frame.bytes for frame in flight.parcel.frames[:count])
+        self._owner.frames_acknowledged(flight.part, size, count)
 
     def _switch(self, reason: str) -> None:
         """Ask the decode rank to drop what it accepted and go on inline."""
@@ -270,31 +274,20 @@ class SendWindow:
         _log.warning("a KV link goes on inline: %s", reason)
         self._carrier.close()
         self._carrier = InlineCarrier(self._wire)
-        self._staging = Staging(self._carrier.device)  # the old carrier may still read its payloads
+        self._granted.clear()
         self._switching = True
         self._progress_at = time.monotonic()
         self._wire.send("switch")
 
-    def _announce_again(self) -> None:
-        if not self._switching:
-            raise WireError("the peer changed carrier unasked")
+    def _announce_again(self, sequence: int) -> None:
+        """The decode rank is done with all frames before this one, and goes on inline."""
+        if not self._switching or not 0 <= sequence <= self._next:
+            raise WireError("the peer changed carrier unasked, or after frames that were not announced")
         self._switching = False
-        flights = [*self._flights.values(), *self._parked]  # what was placed has been acknowledged by now
-        self._flights, self._parked = {}, []
-        for flight in flights:
-            if self._owner.start_frame(flight.part):
-                flight.payload = flight.payload.to(self._carrier.device)
-                flight.handed_over = False
-                self._renumber(flight)
-                self._launch(flight)
-
-    def _renumber(self, flight: _Flight) -> None:
-        """Frames that are announced again are new frames; sums hold for the number too."""
-        starts, _ = offsets([header.bytes for header in flight.headers])
-        for number, (header, start) in enumerate(zip(flight.headers, starts, strict=True)):
-            frame = flight.payload[start : start + header.bytes]
-            flight.headers[number] = self._sealed(header, number, frame)
-
-    def _sealed(self, header: FrameHeader, number: int, frame: torch.Tensor) -> FrameHeader:
-        """The header of the frame that is announced `number` frames from now."""
-        return sealed(header, self._next + number, bytes_of(frame.cpu()) if self._checked else None)
+        flights, self._flights = self._flights, {}
+        for first, flight in flights.items():
+            done = min(max(0, sequence - first), len(flight.parcel.frames))
+            if done:
+                self._acknowledged(flight, done)
+            if left := list(flight.parcel.frames[done:]):
+                self._launch(flight.part, left)

@@ -156,7 +156,7 @@ class Sender:
     # From here on: called by links.
 
     def start_frame(self, part: LegPart) -> bool:
-        """Whether the leg still goes on, so that a frame of it may be announced now."""
+        """Whether the leg still goes on, so that a frame of it may be sent now."""
         with self.lock:
             leg = part.leg.handoff
             if not part.alive:
@@ -164,11 +164,11 @@ class Sender:
             leg.started_at = leg.started_at or time.monotonic()
             return True
 
-    def frame_acknowledged(self, part: LegPart, size: int) -> None:
-        """One frame is in the decode rank's pool."""
+    def frames_acknowledged(self, part: LegPart, size: int, frames: int) -> None:
+        """So many bytes in so many frames are in the decode rank's pool."""
         with self.lock:
             part.leg.handoff.bytes += size
-            part.leg.handoff.frames += 1
+            part.leg.handoff.frames += frames
 
     def frame_postponed(self, part: LegPart, box: Box) -> None:
         """The decode rank does not expect the leg yet: announce the frame again once it says so."""

@@ -1,12 +1,13 @@
-"""Payloads through memory that two processes of one host share: a ring of slots that the prefill rank fills.
+"""Frames through memory that two processes of one host share: a ring of slots that the prefill rank fills.
 
 The ring is an anonymous file (memfd), so nothing is left behind however a process ends. It is sealed against shrinking,
 or a read of the decode rank could end that process; the decode rank checks the seal and the size before it maps the
-file, and maps it read-only. A slot belongs to one payload from `lend` until that is acknowledged. The decode rank
-verifies a payload where it lies and copies it from there into its pool: each side writes each byte once.
+file, and maps it read-only. Frame n lies in slot n % RING: the prefill rank gathers it there, the decode rank verifies
+it there and copies it into its pool, so each side writes each byte once, and the few slots stay in the caches.
 
 The file is handed over on a Unix socket whose random abstract name travels over the link; both ends check that the
-other is a process of the same user. When a larger ring is needed, its file goes the same way.
+other is a process of the same user. After that the same socket carries a byte for each slot that was filled, and one
+the other way for each that is free again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .carriers import Carrier, CarrierFailed
-from .frames import MAX_PARCEL_BYTES
+from .carriers import RING, Carrier, CarrierFailed
 from .topology import SHM
 from .wire import Wire, WireError, field
 
@@ -36,7 +36,6 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MAX_RING_BYTES = 2 << 30
 _NAME = re.compile("[0-9a-f]{32}")
 _CREDENTIALS = struct.Struct("3i")
-_PLACE = struct.Struct("!Q")
 _PAGE_BYTES = 4096
 _LEAST_SLOT_BYTES = 1 << 18  # room for a canary
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; mmap has no name for it
@@ -45,9 +44,9 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; mmap has no name for it
 class Ring:
     """The sender's end: slots in a sealed memfd. Raises OSError when there is no memory for it."""
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.slot_bytes = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        self.size = slots * self.slot_bytes
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = -(-max(slot_bytes, _LEAST_SLOT_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        self.size = RING * self.slot_bytes
         if self.size > MAX_RING_BYTES:
             raise OSError(f"a ring of {self.size} bytes is larger than {MAX_RING_BYTES}")
         self.descriptor = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -60,12 +59,7 @@ class Ring:
             raise
         with contextlib.suppress(OSError):  # older kernels map each page when it is first touched
             mapped.madvise(_POPULATE_WRITE)
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        self.free = list(range(slots))
-
-    def slot(self, index: int, size: int) -> torch.Tensor:
-        """The first `size` bytes of a slot."""
-        return self._bytes[index * self.slot_bytes : index * self.slot_bytes + size]
+        self.slots = _slots(torch.frombuffer(mapped, dtype=torch.uint8))
 
     def close(self) -> None:
         """Give up the file; the memory lives as long as views of it and the peer's mapping."""
@@ -73,141 +67,150 @@ class Ring:
 
 
 class _ShmEnd:
-    """What both ends are."""
+    """What both ends are: a socket on which bytes count slots, and how many frames went through."""
 
     name = SHM
     device = torch.device("cpu")
-    largest = MAX_PARCEL_BYTES
 
-    def send(self, payload: torch.Tensor) -> None:
-        """The decode rank's end sends nothing. Raises CarrierFailed."""
-        raise CarrierFailed(f"shm: this end cannot send {payload.numel()} bytes")
+    def __init__(self, wire: Wire, door: socket.socket, limit_s: float) -> None:
+        self._door = door
+        self._limit_s = limit_s
+        self._closed = False
+        self._count = 0  # frames that were sent or received
+        self._told = 0  # slots that the peer's bytes have counted
+        self._poll = select.poll()
+        self._poll.register(door, select.POLLIN)
+        self._poll.register(wire, select.POLLRDHUP)
+        door.setblocking(False)
 
-    def receive(self, buffer: torch.Tensor) -> None:
-        """The prefill rank's end receives nothing. Raises CarrierFailed."""
-        raise CarrierFailed(f"shm: this end cannot receive {buffer.numel()} bytes")
+    def begin(self, size: int) -> None:
+        """Every frame has a slot of its own."""
+
+    def _hear(self, count: int) -> None:
+        """Wait until the peer has counted `count` slots."""
+        deadline = time.monotonic() + self._limit_s
+        while self._told < count:
+            if self._closed:
+                raise CarrierFailed("shm: closed")
+            try:
+                said = self._door.recv(RING)
+            except BlockingIOError:
+                left = deadline - time.monotonic()
+                ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, left * 1000))]
+                if not ready:
+                    raise CarrierFailed(f"shm: nothing from the peer for {self._limit_s:g} s") from None
+                if self._door.fileno() not in ready:
+                    raise CarrierFailed("shm: the peer closed the link") from None
+                continue
+            except OSError as error:
+                raise CarrierFailed(f"shm: {error}") from error
+            if not said:
+                raise CarrierFailed("shm: the peer closed its socket")
+            self._told += len(said)
+
+    def _say(self) -> None:
+        """Count one slot for the peer."""
+        try:
+            self._door.send(b"\0")
+        except OSError as error:
+            raise CarrierFailed(f"shm: {error}") from error
 
 
 class ShmSender(_ShmEnd):
-    """The prefill rank's carrier: payloads are gathered into slots, and the frame's message says where."""
+    """The prefill rank's carrier."""
 
-    def __init__(self, wire: Wire, door: socket.socket, ring: Ring, slots: int) -> None:
-        self._wire = wire
-        self._door = door
+    def __init__(self, wire: Wire, door: socket.socket, limit_s: float, ring: Ring) -> None:
+        super().__init__(wire, door, limit_s)
         self._ring = ring
-        self._slots = slots
-        self._lent: dict[int, tuple[Ring, int]] = {}  # by address
-        self._closed = False
 
-    def lend(self, size: int) -> torch.Tensor:
-        """A free slot. Raises CarrierFailed when there is none, nor memory for a ring that is large enough."""
-        if self._closed:
-            raise CarrierFailed("shm: closed")
+    def buffer(self, size: int) -> torch.Tensor:
+        """The next slot, once the decode rank is done with what was in it."""
         if size > self._ring.slot_bytes:
-            self._grow(size)
-        if not self._ring.free:
-            raise CarrierFailed("shm: no slot is free")
-        index = self._ring.free.pop()
-        slot = self._ring.slot(index, size)
-        self._lent[slot.data_ptr()] = (self._ring, index)
-        return slot
+            raise CarrierFailed(f"shm: {size} bytes, slots have {self._ring.slot_bytes}")
+        self._hear(self._count + 1 - RING)
+        return self._ring.slots[self._count % RING][:size]
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """The payload was acknowledged: its slot is free."""
-        if (lent := self._lent.pop(buffer.data_ptr(), None)) is not None:
-            ring, index = lent
-            ring.free.append(index)
+    def send(self, frame: torch.Tensor) -> None:
+        """Say that the slot is filled."""
+        slot = self._ring.slots[self._count % RING]
+        if frame.data_ptr() != slot.data_ptr():
+            slot[: frame.numel()].copy_(frame)
+        self._count += 1
+        self._say()
 
-    def where(self, buffer: torch.Tensor) -> int:
-        """Where the payload begins in the ring."""
-        ring, index = self._lent[buffer.data_ptr()]
-        return index * ring.slot_bytes
+    def expect(self, size: int) -> None:
+        """This end receives nothing."""
+        raise CarrierFailed("shm: this end cannot receive")
 
-    def send(self, payload: torch.Tensor) -> None:
-        """Bring over a payload that no frame announces (the canary): its place goes over the Unix socket."""
-        if payload.numel() > self._ring.slot_bytes:
-            raise CarrierFailed(f"shm: {payload.numel()} bytes that no frame announces")
-        slot = self.lend(payload.numel())
-        slot.copy_(payload)
-        try:
-            self._door.sendall(_PLACE.pack(self.where(slot)))
-        except OSError as error:
-            raise CarrierFailed(f"shm: {error}") from error
-        finally:
-            self.give(slot)
+    def receive(self, size: int) -> torch.Tensor:
+        """This end receives nothing."""
+        raise CarrierFailed("shm: this end cannot receive")
+
+    def release(self) -> None:
+        """This end receives nothing."""
 
     def close(self) -> None:
-        """Let the ring go; payloads that are in it stay readable here."""
+        """Let the ring go."""
         if not self._closed:
             self._closed = True
             self._door.close()
             self._ring.close()
 
-    def _grow(self, size: int) -> None:
-        """Go on with a larger ring; slots of the old one that are lent stay as they are."""
-        try:
-            ring = Ring(self._slots, 1 << (size - 1).bit_length())
-        except OSError as error:
-            raise CarrierFailed(f"shm: {error}") from error
-        self._ring.close()
-        self._ring = ring
-        self._wire.send("ring", bytes=ring.size)
-        try:
-            _hand_over(self._door, ring)
-        except OSError as error:
-            raise CarrierFailed(f"shm: {error}") from error
-
 
 class ShmReceiver(_ShmEnd):
     """The decode rank's carrier."""
 
-    def __init__(self, door: socket.socket, ring: torch.Tensor) -> None:
-        self._door = door
-        self._ring: torch.Tensor | None = ring
+    def __init__(self, wire: Wire, door: socket.socket, limit_s: float, ring: torch.Tensor) -> None:
+        super().__init__(wire, door, limit_s)
+        self._slots = _slots(ring)
+        self._held = False
 
-    def view(self, at: int, size: int) -> torch.Tensor:
-        """A payload where it lies; writing to it ends the process. Raises WireError for a place outside the ring."""
-        if self._ring is None:
-            raise CarrierFailed("shm: closed")
-        if not 0 <= at <= at + size <= self._ring.numel():
-            raise WireError(f"a payload of {size} bytes at {at} is outside a ring of {self._ring.numel()}")
-        return self._ring[at : at + size]
+    def buffer(self, size: int) -> torch.Tensor:
+        """This end sends nothing."""
+        raise CarrierFailed("shm: this end cannot send")
 
-    def renew(self, size: int) -> None:
-        """The prefill rank has a larger ring. Views of the old one stay valid. Raises CarrierFailed."""
-        try:
-            self._ring = _take_over(self._door, size)
-        except OSError as error:
-            raise CarrierFailed(f"shm: {error}") from error
+    def send(self, frame: torch.Tensor) -> None:
+        """This end sends nothing."""
+        raise CarrierFailed("shm: this end cannot send")
 
-    def receive(self, buffer: torch.Tensor) -> None:
-        """A payload that no frame announces (the canary). Raises CarrierFailed."""
-        try:
-            place = self._door.recv(_PLACE.size, socket.MSG_WAITALL)
-        except OSError as error:
-            raise CarrierFailed(f"shm: {error}") from error
-        if len(place) != _PLACE.size:
-            raise CarrierFailed("shm: the peer closed its socket")
-        buffer.copy_(self.view(_PLACE.unpack(place)[0], buffer.numel()))
+    def expect(self, size: int) -> None:
+        """It must fit a slot."""
+        if self._closed or size > self._slots[0].numel():
+            raise CarrierFailed(f"shm: closed, or a frame of {size} bytes")
+
+    def receive(self, size: int) -> torch.Tensor:
+        """The next frame where it lies; writing to it ends the process."""
+        self._hear(self._count + 1)
+        self._held = True
+        self._count += 1
+        return self._slots[(self._count - 1) % RING][:size]
+
+    def release(self) -> None:
+        """The slot may be filled again."""
+        if self._held:
+            self._held = False
+            self._say()
 
     def close(self) -> None:
         """Let the ring go; views of it stay valid."""
-        self._ring = None
-        self._door.close()
+        if not self._closed:
+            self._closed = True
+            self._slots = []
+            self._door.close()
 
 
-def build_shm(wire: Wire, sending: bool, slots: int, slot_bytes: int, limit_s: float) -> tuple[Carrier | None, str]:
+def build_shm(wire: Wire, sending: bool, slot_bytes: int, limit_s: float) -> tuple[Carrier | None, str]:
     """One end's carrier, or None and the reason where either end could not build it. Raises WireError.
 
-    slots, slot_bytes: of the first ring, as the sending end wants them; the other end is told.
+    slot_bytes: as the sending end wants them; the other end is told.
     """
-    return _offered(wire, slots, slot_bytes, limit_s) if sending else _taken(wire, limit_s)
+    return _offered(wire, slot_bytes, limit_s) if sending else _taken(wire, limit_s)
 
 
-def _offered(wire: Wire, slots: int, slot_bytes: int, limit_s: float) -> tuple[ShmSender | None, str]:
+def _offered(wire: Wire, slot_bytes: int, limit_s: float) -> tuple[ShmSender | None, str]:
     name = secrets.token_hex(16)
     try:
-        ring = Ring(slots, max(slot_bytes, _LEAST_SLOT_BYTES))
+        ring = Ring(slot_bytes)
         try:
             listener = _listen(name)
         except OSError:
@@ -230,7 +233,7 @@ def _offered(wire: Wire, slots: int, slot_bytes: int, limit_s: float) -> tuple[S
             door.close()
     theirs = _report(wire)
     if door is not None and not (reason or theirs):
-        return ShmSender(wire, door, ring, slots), ""
+        return ShmSender(wire, door, limit_s, ring), ""
     if door is not None:
         door.close()
     ring.close()
@@ -251,13 +254,18 @@ def _taken(wire: Wire, limit_s: float) -> tuple[ShmReceiver | None, str]:
     try:
         door.connect(_address(name))
         _check_user(door)
-        receiver = ShmReceiver(door, _take_over(door, size))
+        receiver = ShmReceiver(wire, door, limit_s, _take_over(door, size))
     except OSError as error:
         door.close()
         wire.send("carrier", ready=False, reason=str(error) or "unknown")
         return None, str(error)
     wire.send("carrier", ready=True, reason="")
     return receiver, ""
+
+
+def _slots(ring: torch.Tensor) -> list[torch.Tensor]:
+    size = ring.numel() // RING
+    return [ring[at * size : (at + 1) * size] for at in range(RING)]
 
 
 def _address(name: str) -> str:
@@ -328,7 +336,7 @@ def _take_over(door: socket.socket, size: int) -> torch.Tensor:
         if not fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError("the ring is not sealed against shrinking")
         real = os.fstat(descriptors[0]).st_size
-        if real != size or not 0 < size <= MAX_RING_BYTES:
+        if real != size or not 0 < size <= MAX_RING_BYTES or size % RING:
             raise OSError(f"a ring of {real} bytes came, {size} were announced")
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return _readable(mmap.mmap(descriptors[0], size, flags=flags, prot=mmap.PROT_READ))

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgpack
 
-from ..proto.failpoints import armed, dial, reach
+from ..proto.failpoints import dial
 
 VERSION = 1
 MAX_CONTROL_BYTES = 256 << 10
@@ -105,15 +105,13 @@ class Wire:
         """Write one control message. Raises WireError."""
         self._write(packed(kind, **fields))
 
-    def send_payload(self, payload: memoryview) -> None:
-        """Write a payload of flat bytes. Raises WireError."""
-        head = _PREFIX.pack(_MAGIC, _PAYLOAD, len(payload))
-        if armed("prefill.half_payload"):
-            middle = len(payload) // 2
-            self._write(head, payload[:middle])
-            reach("prefill.half_payload")
-            head, payload = payload[middle:].tobytes(), payload[:0]
-        self._write(head, payload)
+    def begin_payload(self, size: int) -> None:
+        """Announce that the next `size` bytes are raw; `send_bytes` brings them. Raises WireError."""
+        self._write(_PREFIX.pack(_MAGIC, _PAYLOAD, size))
+
+    def send_bytes(self, data: memoryview) -> None:
+        """Write a part of a payload (flat bytes), however long that takes while it goes on. Raises WireError."""
+        self._write(data)
 
     def receive(self) -> dict[str, Any] | Payload:
         """The next control message (a map with a text under "kind"), or the announcement of a payload.
@@ -181,19 +179,17 @@ class Wire:
         self.interrupt()
         self._socket.close()
 
-    def _write(self, head: bytes, body: memoryview | None = None) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         try:
-            if body is None or isinstance(self._socket, ssl.SSLSocket):
-                self._socket.sendall(head)
-                for start in range(0, len(body or b""), _PROGRESS_BYTES):  # the limit is for each call
-                    self._socket.sendall((body or b"")[start : start + _PROGRESS_BYTES])
+            if len(data) <= _PROGRESS_BYTES:
+                self._socket.sendall(data)
+            elif isinstance(self._socket, ssl.SSLSocket):
+                for start in range(0, len(data), _PROGRESS_BYTES):  # the limit is for each call
+                    self._socket.sendall(data[start : start + _PROGRESS_BYTES])
             else:
-                sent = self._socket.sendmsg([head, body]) - len(head)
-                if sent < 0:
-                    self._socket.sendall(head[sent:])
-                    sent = 0
-                while sent < len(body):
-                    sent += self._socket.send(body[sent:])
+                sent = 0
+                while sent < len(data):
+                    sent += self._socket.send(data[sent:])
         except TimeoutError as error:
             raise WireError(f"the peer takes nothing for {self._limit_s:g} s") from error
         except OSError as error:

@@ -334,6 +334,6 @@ def test_kv_15_messages_of_a_request_are_few(cluster: Cluster, concurrency: int)
         fields: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
         answers = list(pool.map(lambda _: rig.client.generate(token_ids=ids(80), **fields), range(16)))
     assert {answer.timing.kv_bytes for answer in answers} == {80 * 2 * 2 * 2 * 16 * 4}
-    frames = sum(answer.timing.kv_frames for answer in answers)
-    assert frames <= messages.count / 4  # announced, accepted, sent, acknowledged
+    assert min(answer.timing.kv_frames for answer in answers) > 0
+    assert messages.count / 16 >= 4  # announced, accepted, sent, acknowledged: once for any number of frames
     assert messages.count / 16 <= 100

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from baton.kv_transfer.canary import BOX, canary_fault, canary_payload
-from baton.kv_transfer.carriers import InlineCarrier, TorchCarrier
+from baton.kv_transfer.carriers import InlineCarrier
 from baton.kv_transfer.events import ReceiveFailed, SendFailed, Sent
 from baton.kv_transfer.frames import payload_shape
+from baton.kv_transfer.torch_carrier import TorchCarrier
 from baton.kv_transfer.wire import WireError
 from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer
 from baton.tests.harness.kv_rig import LEG, PARAMS, layout, rig

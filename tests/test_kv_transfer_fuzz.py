@@ -15,9 +15,9 @@ from typing import Any
 import msgpack
 import pytest
 from baton.kv_transfer.events import Sent
-from baton.kv_transfer.frames import MAX_FRAME_BYTES, FrameHeader
+from baton.kv_transfer.frames import MAX_FRAME_BYTES, Parcel
 from baton.tests.harness.kv_fuzzer import PICKLE_LEAVES, Fuzzer
-from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer
+from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer, one_frame
 from baton.tests.harness.kv_rig import LEG, PARAMS, rig
 
 
@@ -39,13 +39,13 @@ def _garbage(seed: int) -> bytes:
         _prefix(2, MAX_FRAME_BYTES),
         _prefix(1, 50) + body[:20],
         _prefix(1, 3) + msgpack.packb([1, 2]),
-        *(_control(chance.choice(["hello", "open", "frame", "done", "fail", "ack", "store", ""])) for _ in range(4)),
+        *(_control(chance.choice(["hello", "open", "frames", "done", "fail", "ack", "store", ""])) for _ in range(4)),
     ]
     return b"".join(chance.choice(choices) for _ in range(chance.randrange(1, 4)))
 
 
 def _control(kind: str) -> bytes:
-    data = bytes(msgpack.packb({"kind": kind, "leg": ["r", 1], "header": [1, 2, [3]], "ticket": 5}))
+    data = bytes(msgpack.packb({"kind": kind, "leg": ["r", 1], "header": [1, 2, [3]], "frames": [[1]], "ticket": 5}))
     return b"bKV\x01" + len(data).to_bytes(4, "big") + data
 
 
@@ -84,19 +84,30 @@ def test_random_bytes_end_the_link_quickly_and_allocate_nothing(after_handshake:
         pair.assert_equal(PROMPT)
 
 
-def test_headers_survive_their_own_round_trip_only() -> None:
-    header = FrameHeader(*LEG, 0, (0, 4), (0, 4), (0, 2), "float32", "raw", 2048, True, 0)
-    packed = msgpack.unpackb(msgpack.packb(header.pack()))
-    assert FrameHeader.unpack(packed) == header
-    for index in range(len(packed)):
-        wrongs: tuple[Any, ...] = (None, -1, 1 << 64, "", b"x", [1], [2, 1], [1, "2"], {}, 1.5)
+def test_announcements_survive_their_own_round_trip_only() -> None:
+    parcel = one_frame(0)
+    packed = msgpack.unpackb(msgpack.packb(parcel.pack()))
+    assert Parcel.unpack(packed) == parcel
+    wrongs: tuple[Any, ...] = (None, -1, 1 << 63, "", b"x", [1], [2, 1], {}, 1.5, True)
+    header, frame = packed["header"], packed["frames"][0]
+    for index in range(len(header)):
         for wrong in wrongs:
-            if type(wrong) is type(packed[index]) and wrong != [1] and wrong != [2, 1] and wrong != [1, "2"]:
-                continue
+            if type(wrong) is not type(header[index]) or wrong in (-1, 1 << 63):
+                with pytest.raises(ValueError):
+                    Parcel.unpack({**packed, "header": [*header[:index], wrong, *header[index + 1 :]]})
+    for index in range(len(frame)):
+        for wrong in wrongs:
             with pytest.raises(ValueError):
-                FrameHeader.unpack([*packed[:index], wrong, *packed[index + 1 :]])
-    with pytest.raises(ValueError):
-        FrameHeader.unpack(packed[:-1])
+                Parcel.unpack({**packed, "frames": [[*frame[:index], wrong, *frame[index + 1 :]]]})
+    shorts: tuple[dict[str, Any], ...] = (
+        {"header": header[:-1]},
+        {"frames": [frame[:-1]]},
+        {"frames": []},
+        {"frames": None},
+    )
+    for short in shorts:
+        with pytest.raises(ValueError):
+            Parcel.unpack({**packed, **short})
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from baton.kv_transfer.events import RankComplete, ReceiveFailed, SendFailed
-from baton.kv_transfer.frames import MAX_FRAME_BYTES, FrameHeader, checksum
+from baton.kv_transfer.frames import MAX_FRAME_BYTES
 from baton.kv_transfer.wire import WireError
 from baton.proto.kv_layout import KVLayout
-from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer
+from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer, as_sent, one_frame, send_payload
 from baton.tests.harness.kv_rig import LEG, Rig, TensorStore, rig
 
 
@@ -92,11 +92,9 @@ def test_kv_06_a_header_changed_on_the_way_is_caught() -> None:
     """The checksum holds for the ranges too: the right bytes in the wrong place are refused."""
     content = random.Random(3).randbytes(2048)
     with _hostile() as (pair, peer):
-        header = FrameHeader(*LEG, 0, (0, 4), (0, 4), (0, 2), "float32", "raw", 2048, True, 0)
-        moved = replace(header, tokens=(4, 8), checksum=checksum(header, memoryview(content)))
-        peer.wire.send("frame", header=moved.pack())
+        peer.wire.send("frames", **one_frame(0, tokens=(4, 8)).pack())
         assert peer.wire.receive() == {"kind": "accept", "sequence": 0}
-        peer.wire.send_payload(memoryview(content))
+        send_payload(peer.wire, as_sent(one_frame(0), [content]))
         answer = peer.wire.receive()
         assert isinstance(answer, dict)
         assert "corrupt" in answer["message"]
@@ -161,7 +159,7 @@ def test_kv_03_the_handshake_refuses_with_a_reason(hello: dict[str, Any], reason
 
 def test_a_payload_that_was_not_announced_ends_the_link() -> None:
     with _hostile() as (pair, peer):
-        peer.wire.send_payload(memoryview(bytes(2048)))
+        send_payload(peer.wire, bytes(2048 + 16))
         with pytest.raises(WireError):
             peer.wire.receive()
         pair.received[0].wait(ReceiveFailed)

@@ -51,7 +51,7 @@ def test_heads_that_nobody_holds_are_refused() -> None:
     cell=st.sampled_from([64, 256, 1024]),
     target=st.sampled_from([1, 4096, 1 << 19]),
 )
-def test_pieces_make_up_the_box_without_small_ones(
+def test_pieces_make_up_the_box_and_are_not_much_too_large(
     tokens: int, layers: int, heads: int, cell: int, target: int
 ) -> None:
     box = Box((5, 5 + tokens), (2, 2 + layers), (1, 1 + heads))
@@ -61,9 +61,9 @@ def test_pieces_make_up_the_box_without_small_ones(
         assert part.volume > 0
         assert not any(part.overlaps(other) for other in parts[index + 1 : index + 20])
     if len(parts) > 1:
-        token_bytes, layer_bytes = heads * cell, tokens * heads * cell
-        unit = layer_bytes if layer_bytes <= target else token_bytes
-        assert all(target - unit <= part.volume * cell <= max(2 * target + unit, unit) for part in parts)
+        least = target / 4 - heads * cell if tokens * heads * cell > target else 0
+        assert all(least <= part.volume * cell <= max(1.25 * target, heads * cell) for part in parts)
+        assert len(parts) <= max(2 * -(-box.volume * cell // target), layers)
 
 
 @settings(deadline=None)

@@ -1,4 +1,4 @@
-"""The shared-memory carrier inside a link: what it moves, how it grows, what it refuses, and going on without it."""
+"""The shared-memory carrier inside a link: what it moves, what it refuses, and going on without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from baton.kv_transfer import shm
-from baton.kv_transfer.carriers import CarrierFailed, InlineCarrier
+from baton.kv_transfer.carriers import RING, CarrierFailed, InlineCarrier
 from baton.kv_transfer.events import RankComplete, ReceiveFailed, SendFailed, Sent
 from baton.kv_transfer.shm import Ring, ShmReceiver, ShmSender, build_shm
 from baton.kv_transfer.wire import Wire, WireError
@@ -27,7 +27,7 @@ PROMPT = 32
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many payloads each kind of carrier brought (shm: the canary not counted)."""
+    """How many frames each kind of carrier brought, the canary included."""
     counts = {"inline": 0, "shm": 0}
 
     def counting(kind: str, original: Any) -> Any:
@@ -37,8 +37,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return call
 
-    monkeypatch.setattr(InlineCarrier, "receive", counting("inline", InlineCarrier.receive))
-    monkeypatch.setattr(ShmReceiver, "view", counting("shm", ShmReceiver.view))
+    for kind, carrier in (("inline", InlineCarrier), ("shm", ShmReceiver)):
+        monkeypatch.setattr(carrier, "receive", counting(kind, carrier.receive))
     return counts
 
 
@@ -55,24 +55,26 @@ def test_shm_moves_all_payloads_between_several_ranks(transport: Any, checksum: 
     assert used["shm"] > 4
 
 
-def test_a_larger_leg_gets_a_larger_ring(used: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_LEAST_SLOT_BYTES", 12 << 10)
-    renewed: list[int] = []
-    original = ShmReceiver.renew
-
-    def renew(self: ShmReceiver, size: int) -> None:
-        renewed.append(size)
-        original(self, size)
-
-    monkeypatch.setattr(ShmReceiver, "renew", renew)
-    shape = layout(heads_of(2, 1), layers=16, head_dim=64)  # 16 KiB a token: about 100 KiB an announcement
-    with rig(shape, shape, replace(SHM, frame_bytes=1024), tokens=2 * 128) as pair:
+@pytest.mark.parametrize("frames", [1, 3, 4, 5, 9])
+def test_slots_are_used_in_turn_by_many_parcels(frames: int, used: dict[str, int]) -> None:
+    shape = layout(heads_of(2, 1), layers=16, head_dim=64)
+    with rig(shape, shape, replace(SHM, frame_bytes=4096 * 32 // frames), tokens=2 * 128) as pair:
         for number, prompt in enumerate((4, 128, 4, 128)):
             pair.send((f"r{number}", 1, 0), prompt)
             pair.sent[0].wait(Sent, number + 1)
         pair.assert_equal(128)
-    assert len(renewed) == 1
     assert used["inline"] == 0
+    assert used["shm"] > 4
+
+
+def test_a_frame_that_fits_no_slot_goes_inline(used: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "_LEAST_SLOT_BYTES", 4096)
+    shape = layout(heads_of(8, 1), layers=2, head_dim=256)  # one token of one layer: 16 KiB
+    with rig(shape, shape, replace(SHM, frame_bytes=512)) as pair:
+        pair.send(LEG, PROMPT)
+        pair.sent[0].wait(Sent)
+        pair.assert_equal(PROMPT)
+    assert used["inline"] > 0
 
 
 def test_nothing_of_the_ring_is_left_when_a_link_is_closed() -> None:
@@ -98,8 +100,17 @@ def _is_open(name: str) -> bool:
     return Path(f"/proc/self/fd/{name}").is_symlink()
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize(("end", "method"), [(ShmReceiver, "view"), (ShmSender, "lend"), (ShmReceiver, "receive")])
+@pytest.mark.parametrize("at", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    ("end", "method"),
+    [
+        (ShmReceiver, "receive"),
+        (ShmReceiver, "release"),
+        (ShmReceiver, "expect"),
+        (ShmSender, "buffer"),
+        (ShmSender, "send"),
+    ],
+)
 def test_a_ring_that_fails_later_is_replaced_within_the_request(
     end: type, method: str, at: int, used: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +132,7 @@ def test_a_ring_that_fails_later_is_replaced_within_the_request(
         pair.assert_equal(PROMPT)
         assert not pair.received[0].of(ReceiveFailed)
         assert not pair.sent[0].of(SendFailed)
-    assert (used["inline"] > 0) == (method != "receive" or at == 0)
+    assert used["inline"] > 0
 
 
 def _stranger(door: socket.socket) -> None:
@@ -149,32 +160,19 @@ def test_a_ring_that_cannot_be_shared_leaves_the_link_inline(
     assert used["inline"] > 0
 
 
-def test_a_ring_that_cannot_grow_is_given_up_within_the_request(
-    used: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shm, "_LEAST_SLOT_BYTES", 12 << 10)
-    monkeypatch.setattr(shm, "MAX_RING_BYTES", 64 << 10)
-    shape = layout(heads_of(2, 1), layers=16, head_dim=64)
-    with rig(shape, shape, replace(SHM, frame_bytes=1024), tokens=128) as pair:
-        pair.send(LEG, 128)
-        pair.sent[0].wait(Sent)
-        pair.assert_equal(128)
-    assert used["inline"] > 0
-
-
 def test_kv_06_bytes_in_the_ring_are_verified_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ShmReceiver.view
+    original = ShmReceiver.receive
     calls = [0]
 
-    def flipping(self: ShmReceiver, at: int, size: int) -> torch.Tensor:
+    def flipping(self: ShmReceiver, size: int) -> torch.Tensor:
         calls[0] += 1
-        payload = original(self, at, size)
+        payload = original(self, size)
         if calls[0] == 3:
             payload = payload.clone()
             payload[17] ^= 1
         return payload
 
-    monkeypatch.setattr(ShmReceiver, "view", flipping)
+    monkeypatch.setattr(ShmReceiver, "receive", flipping)
     shape = layout([(0, 2)])
     with rig(shape, shape, SHM) as pair:
         pair.send(LEG, PROMPT, group=1)
@@ -210,6 +208,7 @@ def _file(size: int, seals: int) -> int:
         (4096, fcntl.F_SEAL_SHRINK, 8192, "4096 bytes came"),
         (8192, fcntl.F_SEAL_SHRINK, 0, "8192 bytes came"),
         (0, fcntl.F_SEAL_SHRINK, 0, "0 bytes came"),
+        (8190, fcntl.F_SEAL_SHRINK, 8190, "8190 bytes came"),
     ],
 )
 def test_a_file_that_could_end_the_reader_is_not_mapped(
@@ -247,26 +246,39 @@ def test_other_things_than_one_memfd_are_refused(doors: tuple[socket.socket, soc
 
 def test_a_ring_is_read_only_for_the_reader_and_cannot_shrink(doors: tuple[socket.socket, socket.socket]) -> None:
     near, far = doors
-    ring = Ring(2, 4096)
-    ring.slot(1, 4096).fill_(7)
-    socket.send_fds(near, [b"\0"], [ring.descriptor])
-    with pytest.raises(OSError, match="not permitted"):
-        os.ftruncate(ring.descriptor, 4096)
-    receiver = ShmReceiver(far, shm._take_over(far, ring.size))
-    mapped = Path("/proc/self/maps").read_text().splitlines()
-    assert [line.split()[1] for line in mapped if "baton-kv" in line] == ["r--s", "rw-s"]
-    assert torch.equal(receiver.view(4096, 4096), torch.full((4096,), 7, dtype=torch.uint8))
-    ring.slot(1, 1).fill_(9)
-    assert receiver.view(4096, 1)[0] == 9  # the same memory
-    for at, size in ((-1, 8), (8192, 1), (8000, 193), (1 << 62, 8)):
-        with pytest.raises(WireError, match="outside a ring"):
-            receiver.view(at, size)
-    kept = receiver.view(4096, 1)
-    receiver.close()
-    ring.close()
-    assert kept[0] == 9
-    with pytest.raises(CarrierFailed):
-        receiver.view(0, 1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as here, listener.accept()[0] as there:
+        ring = Ring(shm._LEAST_SLOT_BYTES)
+        socket.send_fds(near, [b"\0"], [ring.descriptor])
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(ring.descriptor, 4096)
+        receiver = ShmReceiver(Wire(there, 2.0), far, 0.2, shm._take_over(far, ring.size))
+        sender = ShmSender(Wire(here, 2.0), near, 0.2, ring)
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        assert [line.split()[1] for line in mapped if "baton-kv" in line] == ["r--s", "rw-s"]
+        for number in range(6):  # more than slots
+            sender.send(sender.buffer(4096).fill_(number))
+            receiver.expect(4096)
+            frame = receiver.receive(4096)
+            assert torch.equal(frame, torch.full((4096,), number, dtype=torch.uint8))
+            receiver.release()
+        ring.slots[5 % RING][0] = 9
+        assert frame[0] == 9  # the same memory
+        with pytest.raises(CarrierFailed, match="a frame of"):
+            receiver.expect(ring.slot_bytes + 1)
+        with pytest.raises(CarrierFailed, match=r"nothing from the peer for 0\.2 s"):
+            receiver.receive(8)
+        for _ in range(RING):
+            sender.send(sender.buffer(8))
+        with pytest.raises(CarrierFailed, match=r"nothing from the peer for 0\.2 s"):
+            sender.buffer(8)
+        receiver.close()
+        with pytest.raises(CarrierFailed, match=r"closed|reset"):
+            sender.buffer(8)
+        sender.close()
+        assert frame[0] == 9
+        with pytest.raises(CarrierFailed):
+            receiver.expect(8)
 
 
 @pytest.mark.parametrize("name", ["x" * 32, "../../etc", "0" * 31, "0" * 33, "A" * 32])
@@ -276,4 +288,4 @@ def test_only_our_own_kind_of_name_is_dialled(name: str) -> None:
         hostile, honest = Wire(near, 2.0), Wire(far, 2.0)
         hostile.send("shm", name=name, bytes=4096, reason="")
         with pytest.raises(WireError, match="not one of ours"):
-            build_shm(honest, False, 2, 4096, 1.0)
+            build_shm(honest, False, 4096, 1.0)

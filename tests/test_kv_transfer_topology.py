@@ -99,7 +99,7 @@ def test_auto_between_two_cpu_pools_of_one_host_is_shm() -> None:
         pair.send(LEG, PROMPT)
         pair.sent[0].wait(Sent)
         pair.assert_equal(PROMPT)
-        assert [link._carrier.name for link in pair.receivers[0]._links] == ["shm"]
+        assert [link._window.carrier.name for link in pair.receivers[0]._links] == ["shm"]
 
 
 def test_a_hello_without_a_place_is_refused() -> None:

@@ -5,23 +5,24 @@ Some frames in between are right, so that there is something to overwrite; `shad
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
 import socket
 import tempfile
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 import torch
 from baton.kv_transfer.events import LegKey
-from baton.kv_transfer.frames import MAX_FRAME_BYTES, FrameHeader, checksum
-from baton.kv_transfer.shm import ShmSender
+from baton.kv_transfer.frames import MAX_FRAME_BYTES, TRAILER_BYTES, Frame, Parcel
+from baton.kv_transfer.plan import Box
 from baton.kv_transfer.topology import place_here
 from baton.kv_transfer.wire import PREFIX_BYTES, WireError, packed
-from baton.tests.harness.kv_raw_peer import PROMPT, SHAPE, RawPeer
+from baton.tests.harness.kv_raw_peer import PROMPT, SHAPE, RawPeer, as_sent, send_payload
 from baton.tests.harness.kv_rig import Rig
 
 _HALF = PROMPT // 2  # tokens of one frame, a block
@@ -138,40 +139,49 @@ class Fuzzer:
             self._peer.wire.close()
         self._peer = None
 
-    def _header(self, **changed: Any) -> FrameHeader:
+    def _frame(self, tokens: tuple[int, int] | None = None, **changed: Any) -> Frame:
+        """The next one that is missing, or whatever the changed fields make of it."""
+        if tokens is None:
+            tokens = (_HALF, PROMPT) if self._half_done else (0, _HALF)
+        box = Box(tokens, changed.pop("layers", (0, SHAPE.layers)), changed.pop("heads", (0, 2)))
+        return Frame(box, changed.pop("bytes", _FRAME_BYTES))
+
+    def _parcel(self, *frames: Frame, **changed: Any) -> Parcel:
         assert self._peer is not None
-        tokens = (_HALF, PROMPT) if self._half_done else (0, _HALF)
-        ranges = ((0, SHAPE.layers), tokens, (0, 2))
-        base = FrameHeader(*self._leg, self._peer.sequence, *ranges, SHAPE.dtype, "raw", _FRAME_BYTES, True, 0)
-        return replace(base, **changed)
+        whole = Parcel(*self._leg, self._peer.sequence, SHAPE.dtype, "raw", True, frames or [self._frame()])
+        return replace(whole, **changed)
 
     def _content(self) -> bytes:
         return self._chance.randbytes(_FRAME_BYTES)
 
-    def _sealed(self, content: bytes, **changed: Any) -> FrameHeader:
-        header = self._header(**changed)
-        return replace(header, checksum=checksum(header, memoryview(content)))
-
     def _right_frame(self) -> None:
         content = torch.randn(SHAPE.layers, 2, 2, _HALF, SHAPE.head_dim)
-        data = content.numpy().tobytes()
-        assert self._announce(data, self._sealed(data).pack()) == ["ack"]
+        assert self._announce(self._parcel(), [content.numpy().tobytes()]) == ["ack"]
         self.placed += 1
         self.shadow[:, :, self._blocks[0]] = content
         self._half_done = True
 
-    def _announce(self, payload: bytes, header: Any, more: Any = None, flipped: bool = False) -> list[str]:
-        """Frames in one message and their payload; the kinds of all answers but `accept`. Raises WireError."""
+    def _announce(self, parcel: Parcel, contents: list[bytes], sealed: list[bytes] | None = None) -> list[str]:
+        """Frames and their payload, with checksums for `sealed`; the kinds of all answers but `accept`.
+
+        Raises WireError.
+        """
+        return self._deliver(packed("frames", **parcel.pack()), as_sent(parcel, contents, sealed), len(parcel.frames))
+
+    def _deliver(self, raw: bytes, payload: bytes, frames: int = 1) -> list[str]:
+        return [kind for kind in self._say(raw, payload, frames) if kind != "accept"]
+
+    def _bring(self, payload: bytes, frames: int) -> None:
+        """Send a payload that was accepted, through the carrier: frames of one size, each with its trailer."""
         assert self._peer is not None
-        fields = {"header": header} if more is None else {"header": header, "more": more}
-        if isinstance(self._peer.carrier, ShmSender):
-            slot = self._peer.carrier.lend(len(payload))
-            slot.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-            fields["at"] = self._peer.carrier.where(slot)
-            self._peer.carrier.give(slot)
-        raw = packed("frame", **fields)
-        kinds = self._say(self._flipped(raw, PREFIX_BYTES) if flipped else raw, payload, 1 if more is None else 2)
-        return [kind for kind in kinds if kind != "accept"]
+        carrier = self._peer.carrier
+        if carrier.name == "inline":
+            send_payload(self._wire, payload)
+            return
+        size = len(payload) // frames
+        for start in range(0, len(payload), size):
+            part = torch.frombuffer(bytearray(payload[start : start + size]), dtype=torch.uint8)
+            carrier.send(carrier.buffer(part.numel()).copy_(part))
 
     def _say(self, raw: bytes, payload: bytes = b"", frames: int = 1) -> list[str]:
         """Send bytes that keep the framing, and the payload if the frame is accepted; the kinds of all answers.
@@ -180,8 +190,9 @@ class Fuzzer:
         """
         assert self._peer is not None
         self._peer.sequence += frames
-        # what came before the end of a leg (of any) is dealt with first; a beat alone may pass frames
-        self._wire._socket.sendall(raw + packed("cancel", leg=["nobody", 0, 0]) + packed("beat"))
+        # what came before the end of a leg (of any) is dealt with first; a beat alone may pass frames on their way
+        end = packed("done", leg=["nobody", 0, 0]) + packed("beat")
+        self._wire._socket.sendall(raw + packed("beat"))
         kinds: list[str] = []
         while True:
             answer = self._wire.receive()
@@ -189,8 +200,8 @@ class Fuzzer:
             if answer["kind"] == "beat":
                 if kinds[-1:] != ["accept"]:
                     return kinds
-                self._wire.send_payload(memoryview(payload))
-                self._wire.send("beat")
+                self._bring(payload, frames)
+                self._wire._socket.sendall(end)
             else:
                 kinds.append(answer["kind"])
 
@@ -234,56 +245,41 @@ class Fuzzer:
         return bytes(changed)
 
     def _flipped_bit_of_a_message(self) -> None:
-        content = self._content()
-        raw = packed("frame", header=self._sealed(content).pack())
-        self._say_all(self._flipped(raw) + content)
+        content, parcel = self._content(), self._parcel()
+        raw = packed("frames", **parcel.pack())
+        self._say_all(self._flipped(raw) + as_sent(parcel, [content]))
 
     def _flipped_header(self) -> None:
         """Somewhere behind the prefix, so that the framing holds."""
-        content = self._content()
-        assert "ack" not in self._announce(content, self._sealed(content).pack(), flipped=True)
+        content, parcel = self._content(), self._parcel()
+        raw = self._flipped(packed("frames", **parcel.pack()), PREFIX_BYTES)
+        assert "ack" not in self._deliver(raw, as_sent(parcel, [content]))
 
     def _wrong_field(self) -> None:
-        """One field of the header has another value of any type; the checksum is right for it where there is one."""
-        values: tuple[Any, ...] = (
-            None,
-            -1,
-            0,
-            1,
-            3,
-            1 << 31,
-            1 << 64,
-            1 << 70,
-            "",
-            "fp8",
-            "float16",
-            b"x",
-            [],
-            {},
-            0.5,
-        )
-        ranges = ([0, 1], [1, 0], [0, 1 << 31], [3, 9], [7, 12], [0, 0], [0, "1"], [0], [-1, 3])
-        content = self._content()
-        fields = list(astuple(self._header()))
-        at = self._chance.randrange(len(fields))
-        changed = self._chance.choice([*values, *ranges])
-        if at == len(fields) - 1 or (type(changed) is type(fields[at]) and changed == fields[at]):
+        """One field of the announcement has another value of any type; the checksum is right for it if there is one."""
+        values: tuple[Any, ...] = (None, -1, 0, 1, 3, 1 << 31, (1 << 64) - 1, "", "fp8", "float16", b"x", [], {}, 0.5)
+        more: tuple[Any, ...] = ([0, 1], [0, "1"], [-1, 3], True, False, 7, 9, _FRAME_BYTES - 1, _FRAME_BYTES // 2)
+        content, parcel = self._content(), self._parcel()
+        fields = parcel.pack()
+        name = self._chance.choice(["header", "frames"])
+        target = fields[name] if name == "header" else fields[name][0]
+        at = self._chance.randrange(len(target))
+        changed = self._chance.choice([*values, *more])
+        if type(changed) is type(target[at]) and changed == target[at]:
             changed = "nothing"
-        fields[at] = changed
-        try:
-            wrong = FrameHeader.unpack(msgpack.unpackb(msgpack.packb(fields)))
-            fields[-1] = checksum(wrong, memoryview(content))
-        except (ValueError, OverflowError):
-            pass
-        try:
-            msgpack.packb(fields)
-        except OverflowError:  # msgpack has no integer so large
-            fields[at] = None
-        assert "ack" not in self._announce(content, fields)
+        target[at] = changed
+        with contextlib.suppress(ValueError):
+            parcel = Parcel.unpack(msgpack.unpackb(msgpack.packb(fields)))
+        assert "ack" not in self._deliver(packed("frames", **fields), as_sent(parcel, [content]))
 
     def _damaged_payload(self) -> None:
-        content = self._content()
-        assert self._announce(self._flipped(content), self._sealed(content).pack()) == ["refuse"]
+        """A bit of the bytes, or of what follows them."""
+        content, parcel = self._content(), self._parcel()
+        whole = as_sent(parcel, [content])
+        damaged = self._chance.choice([self._flipped(whole), self._flipped(whole, _FRAME_BYTES)])
+        while damaged[_FRAME_BYTES + 1 : _FRAME_BYTES + 8] != bytes(7):  # nobody looks at these
+            damaged = self._flipped(whole)
+        assert self._deliver(packed("frames", **parcel.pack()), damaged) == ["refuse"]
 
     def _exchanged(self) -> None:
         """Blocks of tokens, K and V, heads or layers exchanged: the same bytes elsewhere."""
@@ -291,11 +287,11 @@ class Fuzzer:
         content = self._content()
         block = torch.frombuffer(bytearray(content), dtype=torch.int32).view(shape)
         wrong = block.flip(self._chance.randrange(4)).contiguous().numpy().tobytes()
-        assert self._announce(wrong, self._sealed(content).pack()) == ["refuse"]
+        assert self._announce(self._parcel(), [wrong], [content]) == ["refuse"]
 
     def _cut_short(self) -> None:
-        content = self._content()
-        raw = packed("frame", header=self._sealed(content).pack()) + content
+        parcel = self._parcel()
+        raw = packed("frames", **parcel.pack()) + as_sent(parcel, [self._content()])
         self._say_all(raw[: self._chance.randrange(1, len(raw))])
 
     def _oversized(self) -> None:
@@ -306,76 +302,67 @@ class Fuzzer:
     def _pickle(self) -> None:
         data = pickle.dumps(_Canary(), protocol=self._chance.choice([2, 3, 4, 5]))
         framed = b"bKV\x01" + len(data).to_bytes(4, "big") + data
-        self._say_all(self._chance.choice([data, framed, packed("frame", header=data), packed("open", ticket=data)]))
+        self._say_all(self._chance.choice([data, framed, packed("frames", header=data), packed("open", ticket=data)]))
 
     def _replayed(self) -> None:
-        content = self._content()
         assert self._peer is not None
         wrong = self._chance.choice([self._peer.sequence + 1, self._peer.sequence - 1, 0, 1 << 40])
         if wrong in (self._peer.sequence, -1):
             wrong = self._peer.sequence + 2
-        assert "ack" not in self._announce(content, self._sealed(content, sequence=wrong).pack())
+        assert "ack" not in self._announce(self._parcel(sequence=wrong), [self._content()])
 
     def _placed_twice(self) -> None:
         """What is there already, whole and with a right checksum, with other bytes."""
         if not self._half_done:
             self._right_frame()
-        content = self._content()
-        tokens = self._chance.choice([(0, _HALF), (1, _HALF + 1)])
-        assert self._announce(content, self._sealed(content, tokens=tokens).pack()) == ["refuse"]
+        frame = self._frame(self._chance.choice([(0, _HALF), (1, _HALF + 1)]))
+        assert self._announce(self._parcel(frame), [self._content()]) == ["refuse"]
 
     def _nonsense_message(self) -> None:
         kinds = ["hello", "welcome", "canary", "ack", "accept", "store", "carrier", "later", "expected", "", "close"]
         values = [None, 0, -1, "x", b"x", list(self._leg), [1, 2, 3], {"a": 1}]
-        fields = {name: self._chance.choice(values) for name in ("leg", "header", "ticket", "sequence", "carrier")}
+        fields = {
+            name: self._chance.choice(values) for name in ("leg", "header", "frames", "ticket", "sequence", "carrier")
+        }
         assert "ack" not in self._say(packed(self._chance.choice(kinds), **fields))
 
     def _another_leg(self) -> None:
-        content = self._content()
         name, attempt, choice = self._leg
         leg = self._chance.choice([(name, attempt + 1, choice), (name, 0, choice), (name, attempt, 1), ("fuzz1", 9, 0)])
         changed = dict(zip(("request", "attempt", "first_choice"), leg, strict=True))
-        assert self._announce(content, self._sealed(content, **changed).pack()) == ["refuse"]
+        assert self._announce(self._parcel(**changed), [self._content()]) == ["refuse"]
 
-    def _parcel(self, first: bytes, second: bytes, **changed: Any) -> list[FrameHeader]:
-        """Headers of two frames that are announced together, the second one changed."""
-        assert self._peer is not None
+    def _two(self, **changed: Any) -> list[Frame]:
+        """Two frames that are announced together, the second one changed."""
         if self._half_done:
             self._renew()
-        more: dict[str, Any] = {"sequence": self._peer.sequence + 1, "tokens": (_HALF, PROMPT), **changed}
-        return [self._sealed(first, tokens=(0, _HALF)), self._sealed(second, **more)]
+        return [self._frame((0, _HALF)), self._frame(**{"tokens": (_HALF, PROMPT), **changed})]
 
     def _damaged_parcel(self) -> None:
         """Of two frames that travel together the first is placed if it is right, and the second never."""
         kind = self._chance.choice(["first", "second", "both", "exchanged", "twice"])
         block = torch.randn(SHAPE.layers, 2, 2, _HALF, SHAPE.head_dim)
         first, second = block.numpy().tobytes(), self._content()
-        headers = self._parcel(first, second, **({"tokens": (0, _HALF)} if kind == "twice" else {}))
+        parcel = self._parcel(*self._two(**({"tokens": (0, _HALF)} if kind == "twice" else {})))
         if kind in ("second", "twice"):
             self.placed += 1
             self.shadow[:, :, self._blocks[0]] = block
-        payload = {
-            "first": self._flipped(first) + second,
-            "second": first + self._flipped(second),
-            "both": self._flipped(first) + self._flipped(second),
-            "exchanged": second + first,
-            "twice": first + second,
+        sent = {
+            "first": [self._flipped(first), second],
+            "second": [first, self._flipped(second)],
+            "both": [self._flipped(first), self._flipped(second)],
+            "exchanged": [second, first],
+            "twice": [first, second],
         }[kind]
-        assert self._announce(payload, headers[0].pack(), [headers[1].pack()]) == ["refuse"]
+        assert self._announce(parcel, sent, [first, second]) == ["refuse"]
 
     def _wrong_parcel(self) -> None:
-        content = self._content()
         changed: dict[str, Any] = self._chance.choice(
-            [
-                {"sequence": 1 << 30},
-                {"request": "other"},
-                {"tokens": (_HALF, PROMPT + 1)},
-                {"bytes": 1 << 40},
-                {"heads": (1, 3)},
-            ]
+            [{"tokens": (_HALF, PROMPT + 1)}, {"bytes": 1 << 40}, {"heads": (1, 3)}, {"layers": (1, SHAPE.layers + 1)}]
         )
-        headers = self._parcel(content, content, **changed)
-        more: Any = [headers[1].pack()]
+        fields = self._parcel(*self._two(**changed)).pack()
         if self._chance.random() < 0.5:
-            more = self._chance.choice([[None], {}, 7, [[]], more * 600, [headers[0].pack()], [b"x"], [more]])
-        assert "ack" not in self._announce(content + content, headers[0].pack(), more)
+            frames = fields["frames"]
+            fields["frames"] = self._chance.choice([[None], {}, 7, [[]], frames * 300, [], [b"x"], [frames]])
+        payload = self._chance.randbytes(2 * (_FRAME_BYTES + TRAILER_BYTES))
+        assert "ack" not in self._deliver(packed("frames", **fields), payload, 2)

@@ -238,7 +238,7 @@ class SendLink:
         flight = self._flights.pop(sequence)
         if not (flight.handed_over or self._switching):
             raise Violation("a frame was acknowledged before its payload was sent")
-        self._owner.frame_acknowledged(flight.part, flight.box.volume * CELL_BYTES)
+        self._owner.frames_acknowledged(flight.part, flight.box.volume * CELL_BYTES, 1)
 
     def _on_refuse(self, sequence: int, error: BatonError) -> None:
         self._owner.leg_failed(self._flights.pop(sequence).part.leg.key, error)

@@ -1,0 +1,250 @@
+"""The carriers that are torch process groups of two, one class for gloo and NCCL, and how a link's ends build them.
+
+The group is built over the link itself: its rendezvous keys travel as control messages, so nothing else listens or is
+configured. Both ends build it when the link opens, and each reports whether it could.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from ..kernels.memory import prefer_huge_pages
+from ..kernels.process_group import Group, ReplicatedStore, make_group
+from .carriers import RING, CarrierFailed, patience_s
+from .watchdog import Watchdog
+from .wire import Wire, WireError, field
+
+_PUMP_S = 0.002
+_PROBE_BYTES = 8
+
+
+class TorchCarrier:
+    """A process group of two: prefill is rank 0, decode rank 1. After any failure it is closed and never used again.
+
+    A frame is one message. gloo moves it in a thread of its own: the sender gathers the next frame meanwhile, and the
+    receiver lets a few come while it places one. With NCCL a stream orders all of that, and each call waits for it.
+    """
+
+    def __init__(self, name: str, group: Group, limit_s: float, watchdog: Watchdog | None) -> None:
+        self.name = name
+        self.device = device_of(name)
+        self._watchdog = watchdog
+        self._group: Group | None = group
+        self._peer = 1 - group.rank()
+        self._limit_s = limit_s
+        self._ahead = RING - 1 if self.device.type == "cpu" else 0  # receives that are posted early
+        self._free: list[torch.Tensor] = []
+        self._sending: deque[tuple[Work, torch.Tensor, torch.Tensor]] = deque()  # with what was lent for it
+        self._lent: torch.Tensor | None = None
+        self._due: deque[int] = deque()  # sizes that are expected and not posted
+        self._posted: deque[tuple[Work, torch.Tensor, torch.Tensor]] = deque()
+
+    def begin(self, size: int) -> None:
+        """Every frame is a message of its own."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """One of a few buffers, the peer having taken what was in it."""
+        try:
+            while len(self._sending) >= RING or (self._sending and self._sending[0][0].is_completed()):
+                work, whole, frame = self._sending[0]
+                work.wait(self._limit(frame))
+                self._sending.popleft()
+                self._free.append(whole)
+        except RuntimeError as error:
+            raise CarrierFailed(_reason(self.name, error)) from error
+        self._lent = self._take(size)
+        return self._lent[:size]
+
+    def send(self, frame: torch.Tensor) -> None:
+        """Begin to send: a failure that is not seen here is seen by the receiving end, within the same limit."""
+        whole, self._lent = self._lent, None
+        try:
+            with self._watched(frame):
+                work = self._open().send([frame], self._peer, 0)
+                if self._ahead:
+                    self._sending.append((work, frame if whole is None else whole, frame))
+                    return
+                work.wait(self._limit(frame))
+                self._settle()
+        except RuntimeError as error:
+            raise CarrierFailed(_reason(self.name, error)) from error
+        if whole is not None:
+            self._free.append(whole)
+
+    def expect(self, size: int) -> None:
+        """Post the receive if few are."""
+        self._due.append(size)
+        self._post(self._ahead)
+
+    def receive(self, size: int) -> torch.Tensor:
+        """Returns when the frame is here. A shorter message would leave its tail: sizes come from the announcement."""
+        self.release()
+        try:
+            self._post(max(1, self._ahead))
+            work, whole, frame = self._posted.popleft()
+            if frame.numel() != size:
+                raise CarrierFailed(f"{self.name}: {size} bytes are wanted, {frame.numel()} were expected")
+            with self._watched(frame):
+                work.wait(self._limit(frame))
+                self._settle()
+        except RuntimeError as error:
+            raise CarrierFailed(_reason(self.name, error)) from error
+        self._lent = whole
+        return frame
+
+    def release(self) -> None:
+        """Its buffer takes the next frame that is due."""
+        if self._lent is not None:
+            self._free.append(self._lent)
+            self._lent = None
+            self._post(self._ahead)
+
+    def close(self) -> None:
+        """Abort what is in flight and let the group go, which closes its connection: the peer fails at once."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        self._sending.clear()
+        self._posted.clear()
+        self._due.clear()
+
+    def _post(self, count: int) -> None:
+        """Have `count` receives under way, if so many frames are due."""
+        try:
+            while self._due and len(self._posted) < count:
+                size = self._due.popleft()
+                whole = self._take(size)
+                frame = whole[:size]
+                self._posted.append((self._open().recv([frame], self._peer, 0), whole, frame))
+        except RuntimeError as error:
+            raise CarrierFailed(_reason(self.name, error)) from error
+
+    def _take(self, size: int) -> torch.Tensor:
+        """A free buffer of at least that size; the one that was used last, for the cache's sake."""
+        if self._free and self._free[-1].numel() >= size:
+            return self._free.pop()
+        for at, buffer in enumerate(self._free):
+            if buffer.numel() >= size:
+                return self._free.pop(at)
+        if self._free:
+            self._free.pop()  # too small: the new one takes its place
+        return prefer_huge_pages(torch.empty(size, dtype=torch.uint8, device=self.device))
+
+    def _open(self) -> Group:
+        if self._group is None:
+            raise CarrierFailed(f"{self.name}: closed")
+        return self._group
+
+    def _limit(self, frame: torch.Tensor) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self._limit_s + patience_s(self.name, frame.numel()))
+
+    def _watched(self, frame: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        if self._watchdog is None:
+            return contextlib.nullcontext()
+        return self._watchdog.watching(self._limit(frame).total_seconds())
+
+    def _settle(self) -> None:
+        """NCCL's wait only orders streams; the bytes are there when the stream has drained."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+class Rendezvous:
+    """Builds a TorchCarrier on one end of a link, in a thread of its own, while `run` pumps keys over the wire."""
+
+    def __init__(self, wire: Wire, name: str, rank: int, host: str, limit_s: float) -> None:
+        self._wire = wire
+        self._name = name
+        self._rank = rank
+        self._host = host
+        self._limit_s = limit_s
+        self._outgoing: list[tuple[str, bytes]] = []
+        self._store = ReplicatedStore(self._publish, limit_s)
+        self._lock = threading.Lock()
+        self._result: TorchCarrier | Exception | None = None
+
+    def run(self) -> tuple[TorchCarrier | None, str]:
+        """The carrier, or None and the reason where either end could not build it. Raises WireError."""
+        builder = threading.Thread(target=self._build, name=f"kv-{self._name}-rendezvous", daemon=True)
+        builder.start()
+        reported, theirs, reason = False, None, ""
+        deadline = time.monotonic() + 2 * self._limit_s
+        try:
+            while not (reported and theirs is not None):
+                if time.monotonic() > deadline:
+                    raise WireError(f"no {self._name} rendezvous within {2 * self._limit_s:g} s")
+                self._flush()
+                if self._result is not None and not reported:
+                    reason = "" if isinstance(self._result, TorchCarrier) else str(self._result)
+                    self._flush()
+                    self._wire.send("carrier", ready=not reason, reason=reason)
+                    reported = True  # what comes after both reports is no longer for us to read
+                elif self._wire.readable(_PUMP_S) and (report := self._handle(self._wire.receive())) is not None:
+                    theirs = report
+        finally:
+            self._store.fail("the link's rendezvous is over")
+            builder.join(self._limit_s)
+        mine = self._result
+        if isinstance(mine, TorchCarrier) and theirs == "":
+            return mine, ""
+        if isinstance(mine, TorchCarrier):
+            mine.close()
+        return None, reason or f"the peer has no {self._name}: {theirs}"
+
+    def _handle(self, message: Any) -> str | None:
+        """One message of the rendezvous; the peer's reason (empty: it is ready) when it reports, else None."""
+        kind = message["kind"] if isinstance(message, dict) else "payload"
+        if kind == "store":
+            self._store.deliver(field(message, "key", str), field(message, "value", bytes))
+            return None
+        if kind == "carrier":
+            if not field(message, "ready", bool):
+                reason: str = field(message, "reason", str)
+                self._store.fail(f"the peer gave up: {reason}")
+                return reason or "unknown"
+            return ""
+        raise WireError(f"unexpected {kind} message during the carrier's rendezvous")
+
+    def _publish(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._outgoing.append((key, value))
+
+    def _flush(self) -> None:
+        with self._lock:
+            pairs, self._outgoing = self._outgoing, []
+        for key, value in pairs:
+            self._wire.send("store", key=key, value=value)
+
+    def _build(self) -> None:
+        try:
+            group = make_group(self._name, self._store, self._rank, 2, self._limit_s, self._host)
+            watchdog = Watchdog(group.abort, self._wire.peer_gone) if self._name == "nccl" else None
+            carrier = TorchCarrier(self._name, group, self._limit_s, watchdog)
+            if self._rank == 0:  # the pair's first use can take long with NCCL: pay it here
+                carrier.send(carrier.buffer(_PROBE_BYTES).fill_(7))
+            else:
+                carrier.expect(_PROBE_BYTES)
+                carrier.receive(_PROBE_BYTES)
+            self._result = carrier
+        except (RuntimeError, ValueError, OSError, CarrierFailed) as error:
+            self._result = error
+
+
+def device_of(name: str) -> torch.device:
+    """Where a carrier's payloads must be."""
+    return torch.device("cuda", torch.cuda.current_device()) if name == "nccl" else torch.device("cpu")
+
+
+def _reason(name: str, error: Exception) -> str:
+    return f"{name}: {str(error).splitlines()[0][:200]}"
