@@ -22,7 +22,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
 from ..proto.errors import Exhausted
-from ..proto.kv_layout import block_count
 
 _DIGEST_BYTES = 16
 _TOKEN_BYTES = 8
@@ -30,11 +29,6 @@ _TOKEN_BYTES = 8
 
 class OutOfBlocks(Exhausted):
     """Fewer blocks are free or evictable than were asked for; nothing was allocated."""
-
-
-def blocks_to_append(length: int, new: int, block_size: int) -> int:
-    """Blocks that a sequence of `length` tokens lacks for `new` more: room in its last block counts (exact)."""
-    return block_count(length + new, block_size) - block_count(length, block_size)
 
 
 class BlockPool:

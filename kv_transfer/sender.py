@@ -132,11 +132,11 @@ class Sender:
 
     def abandon(self, leg: LegKey) -> None:
         """The first token ended the request: send no more, and tell the decode ranks so. No event follows."""
-        self._withdraw(leg, "abandon")
+        self._end(leg, "abandon")
 
     def cancel(self, leg: LegKey) -> None:
         """Start no further frame of the leg after this has returned; its blocks may be reused. No event follows."""
-        self._withdraw(leg, "cancel")
+        self._end(leg, "cancel")
 
     def close(self) -> None:
         """End all links and wait for their threads. No event follows for legs that were open."""
@@ -280,9 +280,6 @@ class Sender:
             return []
         links: Sequence[SendLink | None] = opened.links or [None] * len(opened.sending.parts)
         return list(zip(opened.sending.parts, links, strict=True))
-
-    def _withdraw(self, leg: LegKey, event: str) -> None:
-        self._end(leg, event)
 
     def _end(self, key: LegKey, event: str, **fields: str) -> bool:
         """Apply a terminal event; False when the leg had ended before."""

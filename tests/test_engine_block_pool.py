@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from baton.engine.block_pool import BlockPool, OutOfBlocks, blocks_to_append
+from baton.engine.block_pool import BlockPool, OutOfBlocks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -11,30 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 def tokens_of(blocks: int, first: int = 0, size: int = 4) -> list[int]:
     return list(range(first, first + blocks * size))
-
-
-@pytest.mark.parametrize(
-    ("length", "new", "size", "blocks"),
-    [
-        (0, 0, 4, 0),
-        (0, 1, 4, 1),
-        (0, 4, 4, 1),
-        (0, 5, 4, 2),
-        (1, 3, 4, 0),
-        (1, 4, 4, 1),
-        (3, 1, 4, 0),
-        (4, 1, 4, 1),
-        (4, 4, 4, 1),
-        (5, 8, 4, 2),
-        (15, 1, 16, 0),
-        (16, 1, 16, 1),
-        (17, 31, 16, 1),
-        (17, 32, 16, 2),
-        (7, 5, 1, 5),
-    ],
-)
-def test_sp_05_blocks_to_append_is_exact(length: int, new: int, size: int, blocks: int) -> None:
-    assert blocks_to_append(length, new, size) == blocks
 
 
 def test_allocation_is_all_or_nothing() -> None:

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from baton.proto import baton_pb2 as api
 from baton.proto import worker_pb2 as pb
-from baton.tests.harness.router_rig import EOS_ID, Collected, FakeWorker, RouterRig, key_of, ref_of, router_rig, say
+from baton.tests.harness.router_rig import EOS_ID, FakeWorker, RouterRig, key_of, ref_of, router_rig, say
 
 LONG = "abcdefghijklmnopqrstuvwxyz"
 
@@ -36,30 +36,6 @@ async def status(rig: RouterRig, **fields: Any) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rig.generate(**fields)
     return caught.value.code(), caught.value.details() or ""
-
-
-def serving(rig: RouterRig, role: str) -> FakeWorker:
-    """The one worker of a role that holds a leg."""
-    (worker,) = [w for w in rig.cluster.workers.values() if w.role == role and w.held]
-    return worker
-
-
-async def streaming(rig: RouterRig, tokens: int, **fields: Any) -> asyncio.Task[Collected]:
-    """Starts a call of slow steps and returns it once `tokens` tokens were decoded."""
-    seen = asyncio.Event()
-    said = rig.cluster.script
-
-    def watch(leg: pb.Leg, choice: int, index: int) -> int:
-        if index >= tokens:
-            seen.set()
-        return said(leg, choice, index)
-
-    rig.cluster.script = watch
-    for worker in rig.cluster.workers.values():
-        worker.step_s = 0.03
-    call = asyncio.create_task(rig.generate(**fields))
-    await asyncio.wait_for(seen.wait(), 5)
-    return call
 
 
 # ---- LC-02 ---------------------------------------------------------------------------------------------------------
@@ -199,8 +175,8 @@ async def test_a_failed_transfer_is_repeated_with_the_same_prefill_worker(wide: 
 
 async def test_decode_lost_in_mid_answer_goes_on_elsewhere_without_gap_or_duplicate(wide: RouterRig) -> None:
     wide.cluster.script = say(LONG)
-    call = await streaming(wide, 5, prompt="xyz", n=2)
-    await serving(wide, "decode").kill()
+    call = await wide.streaming(5, prompt="xyz", n=2)
+    await wide.serving("decode").kill()
     answer = await call
     assert answer.texts == {0: LONG, 1: LONG}
     assert answer.finished[-1].usage.completion_tokens == 2 * (len(LONG) + 1)
@@ -216,7 +192,7 @@ async def test_prefill_lost_before_commit_starts_a_new_pair(wide: RouterRig) -> 
         wide.cluster[name].on_prefill = hang
     call = asyncio.create_task(wide.generate(prompt="x"))
     await asyncio.sleep(0.2)
-    lost = serving(wide, "prefill")
+    lost = wide.serving("prefill")
     for name in ("prefill-0", "prefill-1"):
         wide.cluster[name].on_prefill = wide.cluster[name].prefill
     await lost.kill()
@@ -225,7 +201,7 @@ async def test_prefill_lost_before_commit_starts_a_new_pair(wide: RouterRig) -> 
 
 async def test_prefill_lost_after_commit_is_no_event(wide: RouterRig) -> None:
     wide.cluster.script = say(LONG)
-    call = await streaming(wide, 5, prompt="x")
+    call = await wide.streaming(5, prompt="x")
     for name in ("prefill-0", "prefill-1"):
         await wide.cluster[name].kill()
     answer = await call
@@ -235,7 +211,7 @@ async def test_prefill_lost_after_commit_is_no_event(wide: RouterRig) -> None:
 
 async def test_api_05_the_only_decode_worker_lost_is_an_error_and_never_a_stop(rig: RouterRig) -> None:
     rig.cluster.script = say(LONG)
-    call = await streaming(rig, 3, prompt="x")
+    call = await rig.streaming(3, prompt="x")
     start = asyncio.get_running_loop().time()
     await rig.cluster["decode-0"].kill()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -287,7 +263,7 @@ async def test_api_05_an_error_in_the_detokeniser_fails_the_request_alone(
 
 async def test_a_silent_worker_is_dead_within_its_bound(rig: RouterRig) -> None:
     rig.cluster.script = say(LONG)
-    call = await streaming(rig, 2, prompt="x")
+    call = await rig.streaming(2, prompt="x")
     start = asyncio.get_running_loop().time()
     rig.cluster["decode-0"].muted = True
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -388,7 +364,7 @@ async def test_commands_of_one_turn_travel_together(rig: RouterRig) -> None:
 
 async def test_cf_08_stop_lets_live_streams_finish_and_refuses_new_ones(rig: RouterRig) -> None:
     rig.cluster.script = say(LONG[:12])
-    call = await streaming(rig, 2, prompt="x")
+    call = await rig.streaming(2, prompt="x")
     rig.stop.set()
     await asyncio.sleep(0.05)
     code, _ = await status(rig, prompt="x")
@@ -400,7 +376,7 @@ async def test_cf_08_stop_lets_live_streams_finish_and_refuses_new_ones(rig: Rou
 async def test_cf_08_after_the_grace_there_is_an_error_and_no_silence(tmp_path: Path) -> None:
     async with router_rig(tmp_path, "prefill-0", "decode-0", stop_grace_s=0.2) as rig:
         rig.cluster.script = lambda leg, choice, index: ord("a")
-        call = await streaming(rig, 2, prompt="x")
+        call = await rig.streaming(2, prompt="x")
         rig.stop.set()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call

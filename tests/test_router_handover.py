@@ -36,23 +36,10 @@ async def until(condition: Any) -> None:
 
 
 async def streaming(rig: RouterRig, tokens: int, **fields: Any) -> tuple[asyncio.Task[Collected], FakeWorker]:
-    """A call of slow steps, once it has decoded `tokens` tokens, and the worker that decodes it."""
+    """A call that has decoded `tokens` tokens, and the worker that decodes it."""
     rig.cluster.script = say(LONG)
-    seen = asyncio.Event()
-    said = rig.cluster.script
-
-    def watch(leg: pb.Leg, choice: int, index: int) -> int:
-        if index >= tokens:
-            seen.set()
-        return said(leg, choice, index)
-
-    rig.cluster.script = watch
-    for worker in rig.cluster.workers.values():
-        worker.step_s = 0.015
-    call = asyncio.create_task(rig.generate(**fields))
-    await asyncio.wait_for(seen.wait(), 5)
-    (decode,) = [w for w in rig.cluster.workers.values() if w.role == "decode" and w.held]
-    return call, decode
+    call = await rig.streaming(tokens, 0.015, **fields)
+    return call, rig.serving("decode")
 
 
 def unsent(worker: FakeWorker, rig: RouterRig, times: int) -> None:

@@ -208,15 +208,7 @@ class Fuzzer:
     def _say_all(self, raw: bytes) -> None:
         """Send bytes that may break the framing, and no more; the link is over after that."""
         connection: socket.socket = self._wire._socket
-        try:
-            connection.sendall(raw)
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1 << 16):
-                pass
-        except TimeoutError:
-            raise AssertionError("the receiver neither answers nor leaves") from None
-        except OSError:  # it left before it had read all
-            pass
+        _last_words(connection, raw)
         self._hang_up()
 
     # ---- what is wrong ------------------------------------------------------------------------------------------
@@ -229,15 +221,7 @@ class Fuzzer:
         with socket.create_connection((host, int(port)), 30) as connection:
             hello = packed("hello", version=1, ticket=self._chance.randbytes(99), incarnation="one")
             wrong = self._chance.choice([self._chance.randbytes(40), self._flipped(hello), hello, hello[:-3]])
-            try:
-                connection.sendall(wrong)
-                connection.shutdown(socket.SHUT_WR)
-                while connection.recv(1 << 16):
-                    pass
-            except TimeoutError:
-                raise AssertionError("the receiver neither answers nor leaves") from None
-            except OSError:  # it left before it had read all
-                pass
+            _last_words(connection, wrong)
 
     def _flipped(self, data: bytes, start: int = 0) -> bytes:
         changed = bytearray(data)
@@ -366,3 +350,16 @@ class Fuzzer:
             fields["frames"] = self._chance.choice([[None], {}, 7, [[]], frames * 300, [], [b"x"], [frames]])
         payload = self._chance.randbytes(2 * (_FRAME_BYTES + TRAILER_BYTES))
         assert "ack" not in self._deliver(packed("frames", **fields), payload, 2)
+
+
+def _last_words(connection: socket.socket, raw: bytes) -> None:
+    """Send bytes and no more, and wait for the receiver to leave."""
+    try:
+        connection.sendall(raw)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 16):
+            pass
+    except TimeoutError:
+        raise AssertionError("the receiver neither answers nor leaves") from None
+    except OSError:  # it left before it had read all
+        pass

@@ -417,6 +417,27 @@ class RouterRig:
                 finished.append(message.finished)
         return Collected(texts, ids, reasons, finished, prompt_tokens)
 
+    async def streaming(self, tokens: int, step_s: float = 0.03, **fields: Any) -> asyncio.Task[Collected]:
+        """Starts a call of slow steps and returns it once `tokens` tokens were decoded."""
+        seen, said = asyncio.Event(), self.cluster.script
+
+        def watch(leg: pb.Leg, choice: int, index: int) -> int:
+            if index >= tokens:
+                seen.set()
+            return said(leg, choice, index)
+
+        self.cluster.script = watch
+        for worker in self.cluster.workers.values():
+            worker.step_s = step_s
+        call = asyncio.create_task(self.generate(**fields))
+        await asyncio.wait_for(seen.wait(), 5)
+        return call
+
+    def serving(self, role: str) -> FakeWorker:
+        """The one worker of a role that holds a leg."""
+        (worker,) = [w for w in self.cluster.workers.values() if w.role == role and w.held]
+        return worker
+
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry the labels."""
         return _sum((await self.http.get("/metrics")).text, name, **labels)
