@@ -70,7 +70,9 @@ async def test_answers_equal_the_monolithic_run(tiny_dir: Path, alone: Monolithi
     ],
     ids=["n3", "sampled", "logprobs", "two", "penalties"],
 )
-@pytest.mark.parametrize("length", [5, 8, 21])
+@pytest.mark.parametrize(
+    "length", [pytest.param(5, marks=pytest.mark.slow), 8, pytest.param(21, marks=pytest.mark.slow)]
+)
 async def test_sampling_equals_the_monolithic_run(
     tiny_dir: Path, alone: Monolithic, changes: dict[str, Any], length: int
 ) -> None:

@@ -26,7 +26,7 @@ def ids(length: int, start: int) -> list[int]:
     return [(start * 31 + i * i * 7 + i) % 256 for i in range(length)]
 
 
-@pytest.fixture(scope="module", params=["round_robin", "least_loaded"])
+@pytest.fixture(scope="module", params=[pytest.param("round_robin", marks=pytest.mark.slow), "least_loaded"])
 def cluster(
     request: pytest.FixtureRequest, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Rig, Gates]]:
