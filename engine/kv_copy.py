@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Span = tuple[int, int]  # half-open
+from ..kernels.kv_pages import Span
 
 _SHORT_RUN_BYTES = 48 << 10  # a run of blocks with less in it is not worth a numpy call of its own
 
 
 class Pages:
-    """The pages of a pool [layers, 2, blocks, heads, block_size, head_dim] in CPU memory.
+    """What kernels/kv_pages.py does in C, for a pool [layers, 2, blocks, heads, block_size, head_dim] in CPU memory.
 
     In both calls `blocks` are those that the tokens touch, the first token being `low` tokens into the first of them;
-    `kv` is [layers, 2, heads, tokens, head_dim] with contiguous tokens, of the pool's dtype.
+    `memory` is contiguous KV [layers, 2, heads, tokens, head_dim] of the pool's dtype, or the same bytes as uint8.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -30,9 +30,9 @@ class Pages:
         self._size = data.shape[4]
         self._items = _opaque(data, self._size)[..., 0]  # [layers, 2, blocks, heads]
 
-    def gather(self, blocks: Sequence[int], layers: Span, heads: Span, low: int, kv: Tensor) -> None:
-        """Copy out of the pool into `kv`."""
-        tokens = kv.shape[3]
+    def gather(self, blocks: Sequence[int], layers: Span, heads: Span, low: int, tokens: int, memory: Tensor) -> None:
+        """Copy out of the pool into `memory`."""
+        kv = self._shaped(memory, layers, heads, tokens)
         for done, block, offset, run in segments(low, tokens, self._size):
             if not run:
                 part = min(self._size - offset, tokens - done)
@@ -50,9 +50,9 @@ class Pages:
             for start, stop, at in runs:
                 np.copyto(items[:, :, :, start:stop], pool[:, :, :, at : at + stop - start])
 
-    def scatter(self, blocks: Sequence[int], layers: Span, heads: Span, low: int, kv: Tensor) -> None:
-        """Copy `kv` into the pool; the inverse of `gather`."""
-        tokens = kv.shape[3]
+    def scatter(self, blocks: Sequence[int], layers: Span, heads: Span, low: int, tokens: int, memory: Tensor) -> None:
+        """Copy `memory` into the pool; the inverse of `gather`."""
+        kv = self._shaped(memory, layers, heads, tokens)
         for done, block, offset, run in segments(low, tokens, self._size):
             if not run:
                 part = min(self._size - offset, tokens - done)
@@ -66,6 +66,10 @@ class Pages:
                 continue
             for start, stop, at in runs:
                 np.copyto(pool[:, :, at : at + stop - start], items[:, :, start:stop])
+
+    def _shaped(self, memory: Tensor, layers: Span, heads: Span, tokens: int) -> Tensor:
+        shape = (layers[1] - layers[0], 2, heads[1] - heads[0], tokens, self._data.shape[5])
+        return memory.view(-1).view(self._data.dtype).view(shape)
 
     def _rows(self, layers: Span, heads: Span, block: int, offset: int, count: int) -> Tensor:
         """Some tokens of one block, [layers, 2, heads, count, head_dim]."""

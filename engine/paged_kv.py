@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.kv_pages import NativePages, Span
 from ..kernels.memory import prefer_huge_pages
+from ..kernels.native import library
 from ..proto.kv_layout import KVLayout, block_count
 from .kv_copy import Pages, segments, split
 
@@ -38,7 +40,8 @@ class PagedKV:
         # Zeros, because kernels may read and then mask the unwritten end of a block: it must hold numbers.
         shape = (layout.layers, 2, blocks, stop - start, layout.block_size, layout.head_dim)
         self.data = prefer_huge_pages(torch.empty(shape, dtype=DTYPES[layout.dtype], device=device)).zero_()
-        self._pages = Pages(self.data) if device.type == "cpu" else None
+        self._limits = (layout.layers, blocks, stop - start)
+        self._pages = _pages(self.data)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,64 +62,53 @@ class PagedKV:
         return self.data[layer, 1]
 
     def gather(
-        self,
-        blocks: Sequence[int],
-        layers: tuple[int, int],
-        heads: tuple[int, int],
-        tokens: tuple[int, int],
-        out: Tensor | None = None,
+        self, blocks: Sequence[int], layers: Span, heads: Span, tokens: Span, out: Tensor | None = None
     ) -> Tensor:
         """A contiguous copy [layers, 2, heads, tokens, head_dim] of a range of a sequence's tokens.
 
         `blocks[i]` holds the sequence's tokens [i * block_size, (i + 1) * block_size); ranges are half open; `heads`
         counts this rank's heads from 0. With `out` (contiguous: so many elements of the pool's dtype, or their bytes as
-        uint8; on any device) the copy is made there, without another on the way where both are in CPU memory. Raises
-        ValueError for a range outside the pool and for another size of `out`.
+        uint8; on any device) the copy is made there and `out` is returned as it is, without another copy on the way
+        where both are in CPU memory. Raises ValueError for a range outside the pool and for another size of `out`.
         """
         first, whole = self._cover(blocks, layers, heads, tokens)
         shape, low = self._wire_shape(layers, heads, tokens), tokens[0] - first * self.block_size
         if out is None:
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        if out.numel() * out.element_size() != math.prod(shape) * self.dtype.itemsize:
-            raise ValueError(f"a buffer of {out.numel()} {out.dtype} for KV of {shape} {self.dtype}")
-        kv = out.view(-1).view(self.dtype).view(shape)
-        if self._pages is not None and kv.device == self.device:
-            self._pages.gather(whole, layers, heads, low, kv)
-            return kv
+        self._check_size(out, shape)
+        if self._pages is not None and out.device == self.device:
+            self._pages.gather(whole, layers, heads, low, shape[3], out)
+            return out
         index = torch.tensor(whole, dtype=torch.int64, device=self.device)
         part = self.data[layers[0] : layers[1], :, :, heads[0] : heads[1]].index_select(2, index)
         # [layers, 2, blocks, heads, block_size, head_dim] -> heads first, then the tokens of all blocks
-        return kv.copy_(part.transpose(2, 3).flatten(3, 4)[:, :, :, low : low + shape[3]])
+        part = part.transpose(2, 3).flatten(3, 4)[:, :, :, low : low + shape[3]]
+        out.view(-1).view(self.dtype).view(shape).copy_(part)
+        return out
 
-    def scatter(
-        self,
-        blocks: Sequence[int],
-        layers: tuple[int, int],
-        heads: tuple[int, int],
-        tokens: tuple[int, int],
-        payload: Tensor,
-    ) -> None:
-        """Write what `gather` returned (same shape and dtype, any device).
+    def scatter(self, blocks: Sequence[int], layers: Span, heads: Span, tokens: Span, payload: Tensor) -> None:
+        """Write what `gather` returned, with or without `out`; on any device.
 
-        Raises ValueError for another shape, dtype or range.
+        Raises ValueError for another size, a dtype that is neither the pool's nor uint8, and a range outside the pool.
         """
         first, whole = self._cover(blocks, layers, heads, tokens)
         shape, size, low = self._wire_shape(layers, heads, tokens), self.block_size, tokens[0] - first * self.block_size
-        if tuple(payload.shape) != shape or payload.dtype != self.dtype:
-            raise ValueError(f"KV of {tuple(payload.shape)} {payload.dtype} where {shape} {self.dtype} belongs")
-        if self._pages is not None:
-            self._pages.scatter(whole, layers, heads, low, payload.cpu().contiguous())
-            return
+        self._check_size(payload, shape)
+        if payload.dtype == self.dtype and payload.shape != shape:
+            raise ValueError(f"KV of {tuple(payload.shape)} where {shape} belongs")
         payload = payload.to(self.device)
+        if self._pages is not None:
+            self._pages.scatter(whole, layers, heads, low, shape[3], payload)
+            return
+        kv = payload.view(-1).view(self.dtype).view(shape)
         target = self.data[layers[0] : layers[1], :, :, heads[0] : heads[1]]
         for done, block, offset, run in segments(low, shape[3], size):
             if run:  # whole blocks
                 index = torch.tensor(whole[block : block + run], dtype=torch.int64, device=self.device)
-                pages = split(payload[:, :, :, done : done + run * size], size)
-                target[:, :, index] = pages.transpose(2, 3)
+                target[:, :, index] = split(kv[:, :, :, done : done + run * size], size).transpose(2, 3)
             else:
                 part = min(size - offset, shape[3] - done)
-                target[:, :, whole[block], :, offset : offset + part] = payload[:, :, :, done : done + part]
+                target[:, :, whole[block], :, offset : offset + part] = kv[:, :, :, done : done + part]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy each source block over its destination, all layers and heads: (source, destination)."""
@@ -124,22 +116,37 @@ class PagedKV:
             source, destination = torch.tensor(list(pairs), dtype=torch.int64, device=self.device).unbind(1)
             self.data[:, :, destination] = self.data[:, :, source]
 
-    def _wire_shape(
-        self, layers: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int]
-    ) -> tuple[int, int, int, int, int]:
+    def _check_size(self, memory: Tensor, shape: tuple[int, ...]) -> None:
+        """Raises ValueError unless `memory` is a contiguous copy of KV of that shape, or its bytes."""
+        if (
+            memory.nbytes != math.prod(shape) * self.dtype.itemsize
+            or memory.dtype not in (self.dtype, torch.uint8)
+            or not memory.is_contiguous()
+        ):
+            raise ValueError(f"{tuple(memory.shape)} {memory.dtype} where KV of {shape} {self.dtype} belongs")
+
+    def _wire_shape(self, layers: Span, heads: Span, tokens: Span) -> tuple[int, int, int, int, int]:
         return (layers[1] - layers[0], 2, heads[1] - heads[0], tokens[1] - tokens[0], self.data.shape[5])
 
-    def _cover(
-        self, blocks: Sequence[int], layers: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int]
-    ) -> tuple[int, list[int]]:
+    def _cover(self, blocks: Sequence[int], layers: Span, heads: Span, tokens: Span) -> tuple[int, Sequence[int]]:
         """The first of the sequence's blocks that `tokens` touches, and all of them, after checking every range."""
         first, last = tokens[0] // self.block_size, block_count(tokens[1], self.block_size)
-        limits = (layers, self.data.shape[0]), (heads, self.data.shape[3]), (tokens, len(blocks) * self.block_size)
-        if any(not 0 <= low < high <= limit for (low, high), limit in limits):
+        if not (
+            0 <= layers[0] < layers[1] <= self._limits[0]
+            and 0 <= heads[0] < heads[1] <= self._limits[2]
+            and 0 <= tokens[0] < tokens[1] <= len(blocks) * self.block_size
+        ):
             raise ValueError(
                 f"layers {layers}, heads {heads}, tokens {tokens} of {len(blocks)} blocks: not in this pool"
             )
-        whole = list(blocks[first:last])
-        if min(whole) < 0 or max(whole) >= self.data.shape[2]:
-            raise ValueError(f"blocks {min(whole)}..{max(whole)} of a pool of {self.data.shape[2]}")
+        whole = blocks[first:last]
+        if min(whole) < 0 or max(whole) >= self._limits[1]:
+            raise ValueError(f"blocks {min(whole)}..{max(whole)} of a pool of {self._limits[1]}")
         return first, whole
+
+
+def _pages(data: Tensor) -> Pages | NativePages | None:
+    """What copies whole pages of a pool in CPU memory."""
+    if data.device.type != "cpu":
+        return None
+    return Pages(data) if library() is None else NativePages(data)

@@ -33,7 +33,7 @@ class BlockStore(Protocol):
         tokens: tuple[int, int],
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A contiguous copy [layers, 2, heads, tokens, head_dim], in `out` (flat uint8 of that size) where given."""
+        """A contiguous copy [layers, 2, heads, tokens, head_dim]; or `out` (flat uint8), filled with it."""
         ...
 
     def scatter(
@@ -44,5 +44,5 @@ class BlockStore(Protocol):
         tokens: tuple[int, int],
         payload: torch.Tensor,
     ) -> None:
-        """Write a payload of that shape; the inverse of `gather`."""
+        """Write what `gather` returned."""
         ...

@@ -6,6 +6,7 @@ import pytest
 import torch
 from baton.engine import kv_copy
 from baton.engine.paged_kv import PagedKV, bytes_per_block
+from baton.kernels.kv_pages import NativePages
 from baton.proto.kv_layout import KVLayout
 
 LAYERS, DIM, BLOCKS = 3, 4, 9
@@ -15,8 +16,17 @@ def layout(block_size: int, dtype: str = "float32") -> KVLayout:
     return KVLayout("model", LAYERS, 3, DIM, "default", dtype, block_size, ((0, 2), (2, 3)))
 
 
-def filled(block_size: int) -> PagedKV:
+def empty(block_size: int, pages: str = "numpy") -> PagedKV:
     kv = PagedKV(layout(block_size), 0, BLOCKS, torch.device("cpu"))
+    if pages == "C" and not isinstance(kv._pages, NativePages):
+        pytest.skip("no C kernels here")
+    if pages != "C":
+        kv._pages = kv_copy.Pages(kv.data) if pages == "numpy" else None
+    return kv
+
+
+def filled(block_size: int, pages: str = "numpy") -> PagedKV:
+    kv = empty(block_size, pages)
     kv.data.copy_(torch.arange(kv.data.numel()).view(kv.data.shape))
     return kv
 
@@ -27,42 +37,38 @@ def expected(kv: PagedKV, blocks: list[int], tokens: tuple[int, int]) -> torch.T
     return torch.stack([kv.data[:, :, blocks[t // size], :, t % size] for t in range(*tokens)], dim=3)
 
 
-@pytest.mark.parametrize("pages", [True, False], ids=["pages", "as on another device"])
+@pytest.mark.parametrize("pages", ["C", "numpy", "as on another device"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_gather_and_scatter_of_every_range(block_size: int, pages: bool) -> None:
-    kv, blocks = filled(block_size), [5, 2, 7]
-    if not pages:
-        kv._pages = None
+def test_gather_and_scatter_of_every_range(block_size: int, pages: str) -> None:
+    kv, blocks = filled(block_size, pages), [5, 2, 7]
     for low in range(3 * block_size):
         for high in range(low + 1, 3 * block_size + 1):
             payload = kv.gather(blocks, (0, LAYERS), (0, 2), (low, high))
             assert payload.is_contiguous()
             assert torch.equal(payload, expected(kv, blocks, (low, high)))
-            target = PagedKV(layout(block_size), 0, BLOCKS, torch.device("cpu"))
-            target._pages = target._pages if pages else None
+            target = empty(block_size, pages)
             target.scatter([1, 8, 0], (0, LAYERS), (0, 2), (low, high), payload)
+            assert torch.equal(expected(target, [1, 8, 0], (low, high)), payload)
+            target.scatter([1, 8, 0], (0, LAYERS), (0, 2), (low, high), payload.view(-1).view(torch.uint8))
             assert torch.equal(expected(target, [1, 8, 0], (low, high)), payload)
             assert torch.count_nonzero(target.data) <= torch.count_nonzero(payload)
 
 
-@pytest.mark.parametrize("pages", [True, False], ids=["pages", "as on another device"])
+@pytest.mark.parametrize("pages", ["C", "numpy", "as on another device"])
 @pytest.mark.parametrize("blocks", [[1, 2, 3], [3, 2, 7], [4, 5, 0]])
 @pytest.mark.parametrize("short", [1 << 30, 0])
-def test_gather_into_a_buffer(blocks: list[int], pages: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_into_a_buffer(blocks: list[int], pages: str, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_copy, "_SHORT_RUN_BYTES", short)
-    kv = filled(4)
-    if not pages:
-        kv._pages = None
+    kv = filled(4, pages)
     for span in ((0, 12), (1, 12), (3, 9)):
         want = expected(kv, blocks, span)
         flat = torch.full((want.numel() * 4 + 64,), 255, dtype=torch.uint8)
-        got = kv.gather(blocks, (0, LAYERS), (0, 2), span, flat[:-64])
-        assert torch.equal(got, want)
+        assert kv.gather(blocks, (0, LAYERS), (0, 2), span, flat[:-64]).data_ptr() == flat.data_ptr()
         assert torch.equal(flat[:-64].view(torch.float32), want.flatten())
         assert torch.all(flat[-64:] == 255)
         shaped = torch.empty(want.shape)
         assert kv.gather(blocks, (0, LAYERS), (0, 2), span, shaped).data_ptr() == shaped.data_ptr()
-        with pytest.raises(ValueError, match="a buffer of"):
+        with pytest.raises(ValueError, match="belongs"):
             kv.gather(blocks, (0, LAYERS), (0, 2), span, flat)
 
 
@@ -114,6 +120,8 @@ def test_a_payload_of_another_shape_or_dtype_is_refused() -> None:
         kv.scatter([1], (0, 3), (0, 2), (0, 4), payload[:, :, :, :3])
     with pytest.raises(ValueError, match="belongs"):
         kv.scatter([1], (0, 3), (0, 2), (0, 4), payload.bfloat16())
+    with pytest.raises(ValueError, match="belongs"):
+        kv.scatter([1], (0, 3), (0, 2), (0, 4), payload.transpose(2, 3).contiguous())
     assert torch.equal(kv.data, before)
 
 

@@ -1,0 +1,86 @@
+"""The C functions of kernels/c as one shared library: built by `make install`, or by `python -m baton.kernels.native`.
+
+The library's name has a hash of its sources, so that one that was built from others is never loaded. It is built for
+the plain architecture: what needs AVX2 or AVX-512 asks the processor when it runs. Where there is no library (no
+compiler) everything works without it, more slowly, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+_SOURCES = sorted((_HERE / "c").glob("*.[ch]"))
+_FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+)
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library. Calls into it release the GIL."""
+    path = _path()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        _log.warning(
+            "no C kernels, the slower torch paths run (`make install` builds them where a compiler is): %s", error
+        )
+        return None
+
+
+def build() -> Path:
+    """Compile the sources unless that was done. Raises OSError or CalledProcessError where it cannot be."""
+    path = _path()
+    if path.exists():
+        return path
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler (cc, gcc or clang) on the PATH")
+    with tempfile.TemporaryDirectory(dir=_HERE) as folder:
+        made = Path(folder, "made.so")
+        units = [str(source) for source in _SOURCES if source.suffix == ".c"]
+        subprocess.run([compiler, *_FLAGS, "-o", str(made), *units, "-lm"], check=True)
+        made.replace(path)  # whole or not at all, also when two build at the same time
+    for old in _HERE.glob("libbaton-*.so"):
+        if old != path:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def _path() -> Path:
+    digest = hashlib.sha256(" ".join((*_FLAGS, platform.machine())).encode())
+    for source in _SOURCES:
+        digest.update(source.read_bytes())
+    return _HERE / f"libbaton-{digest.hexdigest()[:16]}.so"
+
+
+def _main() -> None:
+    try:
+        print(build())
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"the C kernels were not built, the slower torch paths will run: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    _main()
