@@ -5,8 +5,9 @@
 Two processes, a core each: real pools, a real `Sender` in one, a real `Receiver` in the other. A transfer is timed at
 the sender, from the moment all KV counts as computed to the event that says that the receiver has placed all of it. In
 each round every row is measured once, so that rows are comparable on a machine whose speed changes; medians of rounds.
+Every row moves from one part of a large pool to the next, as prompts do, so that no cache holds what is moved.
 
-- memcpy     one thread copies as many bytes between two buffers (at most 512 MiB of them)
+- memcpy     one thread copies as many bytes between two pools (at most 512 MiB of them)
 - raw gloo   `ProcessGroupGloo` send and receive of as many bytes in messages of the size that ours has, 4 MB at least
 - the rest   our carriers, with checksums (+sum) and without
 
@@ -44,6 +45,7 @@ from baton.cluster.config import Config
 from baton.cluster.spec import SpecBuilder
 from baton.engine.model_config import load_config
 from baton.engine.paged_kv import PagedKV
+from baton.kernels.memory import prefer_huge_pages
 from baton.kv_transfer.carriers import bytes_of
 from baton.kv_transfer.events import LegKey
 from baton.kv_transfer.params import TransferParams
@@ -59,6 +61,7 @@ BLOCK = 16
 TOKENS = (256, 1024, 4096, 16384)
 CARRIERS = ("gloo", "inline", "shm")
 COPY_BYTES = 512 << 20
+POOL_BYTES = 256 << 20  # of a pool, at least
 MESSAGES = 20  # of a large transfer, as the sender cuts it
 _WAIT_S = 60.0
 _SECRET = b"secret of the benchmark"
@@ -73,7 +76,7 @@ _PARAMS = TransferParams(
     wire="raw",
     checksum=True,
     max_outstanding=2,
-    frame_bytes=4 << 20,
+    frame_bytes=2 << 20,
 )
 
 
@@ -141,20 +144,35 @@ class Rank:
         os.sched_setaffinity(0, {core})
         torch.set_num_threads(1)
         self.layout = layout
-        self.blocks = list(range(block_count(tokens, layout.block_size)))
-        self.pool = PagedKV(layout, 0, len(self.blocks), torch.device("cpu"))
+        self.total = block_count(tokens, layout.block_size)
+        self.pool = PagedKV(layout, 0, self.total, torch.device("cpu"))
         self.flat = self.pool.data.view(-1).view(torch.uint8)
         self.ends: dict[tuple[str, bool], Any] = {}
+        self.turn = 0
+
+    def blocks(self, tokens: int) -> list[int]:
+        """The next blocks for so many tokens."""
+        need = block_count(tokens, self.layout.block_size)
+        start = self.turn * need % (self.total // need * need)
+        self.turn += 1
+        return list(range(start, start + need))
+
+    def part(self, whole: torch.Tensor, size: int) -> torch.Tensor:
+        """The next `size` bytes of `whole`, or all of it."""
+        size = min(size, whole.numel())
+        start = self.turn * size % (whole.numel() // size * size)
+        self.turn += 1
+        return whole[start : start + size]
 
     def cpu(self) -> float:
         """Seconds of processor time of this process."""
         return time.process_time()
 
     def checksum(self, tokens: int) -> int:
-        """Of the KV of the first `tokens` tokens."""
+        """Of the KV that was moved last."""
         digest = xxhash.xxh3_64()
         for layer in range(self.layout.layers):
-            kv = self.pool.gather(self.blocks, (layer, layer + 1), (0, self.layout.kv_heads), (0, tokens))
+            kv = self.pool.gather(self.last, (layer, layer + 1), (0, self.layout.kv_heads), (0, tokens))
             digest.update(bytes_of(kv))
         return digest.intdigest()
 
@@ -169,10 +187,11 @@ class Rank:
     def gloo(self, size: int, message: int, rank: int) -> float:
         """Move bytes from rank 0 to rank 1; the seconds until rank 1 has said that it has them."""
         sign = torch.zeros(8, dtype=torch.uint8)
+        flat = self.part(self.flat, size)
         began = time.perf_counter()
         move = self.group.recv if rank else self.group.send
         for start in range(0, size, message):
-            move([self.flat[start : min(start + message, size)]], 1 - rank, 0).wait()
+            move([flat[start : min(start + message, size)]], 1 - rank, 0).wait()
         (self.group.send if rank else self.group.recv)([sign], 1 - rank, 0).wait()
         return time.perf_counter() - began
 
@@ -204,7 +223,8 @@ class Decode(Rank):
             carrier=key[0],
             lifetime_s=600.0,
         )
-        receiver.expect(leg, ticket.nonce, self.blocks, (0, tokens))
+        self.last = self.blocks(tokens)
+        receiver.expect(leg, ticket.nonce, self.last, (0, tokens))
         return ticket.pack()
 
     def forget(self, key: tuple[str, bool], leg: LegKey) -> None:
@@ -227,7 +247,7 @@ class Prefill(Rank):
             part.copy_(noise[: part.numel()])
             part[:8] = torch.tensor(list(start.to_bytes(8, "little")), dtype=torch.uint8)[: part.numel()]
         self.counter = Counter()
-        self.copy = torch.ones(min(COPY_BYTES, self.flat.numel()), dtype=torch.uint8)
+        self.copy = prefer_huge_pages(torch.empty(min(COPY_BYTES, self.flat.numel()), dtype=torch.uint8)).fill_(1)
 
     def open(self, params: TransferParams) -> None:
         """A sender of its own."""
@@ -242,7 +262,8 @@ class Prefill(Rank):
         """Seconds, frames and messages of one transfer. Raises RuntimeError when it fails."""
         sender, before, inline = self.ends[key], self.counter.count, self.counter.inline
         self.done.clear()
-        sender.open(leg, ticket, self.blocks, tokens)
+        self.last = self.blocks(tokens)
+        sender.open(leg, ticket, self.last, tokens)
         time.sleep(0.005)  # the link takes the leg in
         began = time.perf_counter()
         sender.computed(leg, (0, tokens), (0, self.layout.layers))
@@ -255,10 +276,11 @@ class Prefill(Rank):
 
     def memcpy(self, size: int) -> float:
         """Seconds of copying as many bytes."""
-        part = min(size, self.copy.numel())
+        source = self.part(self.flat[: self.copy.numel()], size)
+        target = self.copy[source.data_ptr() - self.flat.data_ptr() :]
         began = time.perf_counter()
-        ctypes.memmove(self.copy.data_ptr(), self.flat.data_ptr(), part)
-        return (time.perf_counter() - began) * size / part
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+        return (time.perf_counter() - began) * size / source.numel()
 
 
 def _serve(kind: type[Rank], pipe: Connection, core: int, layout: KVLayout, tokens: int) -> None:
@@ -316,6 +338,8 @@ class Pair:
     """Both processes."""
 
     def __init__(self, layout: KVLayout, tokens: int) -> None:
+        token_bytes = 2 * layout.layers * layout.kv_heads * layout.head_dim * 2
+        tokens = max(tokens, POOL_BYTES // token_bytes)
         cores = sorted(os.sched_getaffinity(0))
         self.prefill = Child(Prefill, cores[0], layout, tokens)
         self.decode = Child(Decode, cores[-1], layout, tokens)

@@ -56,6 +56,9 @@ class Handoff:
         return True
 
 
+_NOTHING: dict[Range, list[Range]] = {}
+
+
 class Coverage:
     """Which cells of an expected box have been placed. Placed boxes never overlap, so counting cells is enough."""
 
@@ -72,12 +75,11 @@ class Coverage:
 
     def problem(self, box: Box) -> str:
         """Why this box may not be placed; empty when it may."""
-        for name in ("tokens", "layers", "heads"):
-            (low, high), (start, stop) = getattr(self.expected, name), getattr(box, name)
-            if not low <= start < stop <= high:
-                return f"{name} [{start}, {stop}) are outside the expected [{low}, {high})"
+        due = self.expected
+        if not (_within(box.tokens, due.tokens) and _within(box.layers, due.layers) and _within(box.heads, due.heads)):
+            return f"{box} is empty or outside the expected {due}"
         for layer in range(*box.layers):
-            for heads, spans in self._placed.get(layer, {}).items():
+            for heads, spans in self._placed.get(layer, _NOTHING).items():
                 if heads[0] < box.heads[1] and box.heads[0] < heads[1] and _hits(spans, box.tokens):
                     return f"overlaps what was placed before: {box}"
         return ""
@@ -87,6 +89,11 @@ class Coverage:
         for layer in range(*box.layers):
             _insert(self._placed.setdefault(layer, {}).setdefault(box.heads, []), box.tokens)
         self.cells += box.volume
+
+
+def _within(span: Range, whole: Range) -> bool:
+    """Whether `span` has elements, all of them in `whole`."""
+    return whole[0] <= span[0] < span[1] <= whole[1]
 
 
 def _insert(spans: list[Range], tokens: Range) -> None:
@@ -134,8 +141,8 @@ class ReceiveLeg:
         return self._coverage.problem(box)
 
     def placed(self, box: Box, source: int, size: int) -> bool:
-        """A frame from prefill rank `source` is in the pool. True: that completed the KV."""
-        if self.problem(box):
+        """A frame for which `problem` is empty, from prefill rank `source`, is in the pool. True: that was the last."""
+        if self.state != "expecting":
             return False
         self._coverage.add(box)
         self._by_source[source] = self._by_source.get(source, 0) + box.volume

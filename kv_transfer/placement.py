@@ -12,12 +12,12 @@ from ..proto.errors import InternalError, TransferFailed
 from ..proto.failpoints import reach
 from ..proto.kv_layout import KVLayout
 from .block_store import BlockStore
-from .carriers import bytes_of
-from .codec import decode, wire_bytes
+from .codec import decode, direct, wire_bytes
 from .events import LegKey
 from .frames import MAX_FRAME_BYTES, TRAILER, VOID, WHOLE, Parcel, checksum
 from .handoff import ReceiveLeg
 from .plan import Range
+from .views import Views
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +53,9 @@ class Placement:
         self._heads = heads
         self._checked = checked
         self._format = (dtype, codec)  # of the payloads
+        self._direct = direct(owner.store.dtype, dtype, codec)
+        self._first_head = owner.layout.head_ranges[owner.rank][0]
+        self._views = Views()
 
     def judge(self, parcel: Parcel, leg: ExpectedLeg) -> None:
         """Whether the parcel may be received. Raises TransferFailed with the reason."""
@@ -83,7 +86,7 @@ class Placement:
         if reach("decode.payload"):
             whole = whole.clone()  # where it lies it may not be ours to write to
             whole[0] ^= 1
-        there = bytes_of(whole.cpu())
+        there = self._views.bytes(whole)
         state, due = TRAILER.unpack_from(there, frame.bytes)
         if state == VOID:
             return False
@@ -91,19 +94,20 @@ class Placement:
         if state != WHOLE or (parcel.checked and checksum(seed, sequence, frame, there[: frame.bytes]) != due):
             raise TransferFailed(f"frame {sequence} of leg {leg.key} from prefill rank {self._source} is corrupt")
         reach("decode.frame")
-        layout, store, box = self._owner.layout, self._owner.store, frame.box
-        first_head = layout.head_ranges[self._owner.rank][0]
-        heads = (box.heads[0] - first_head, box.heads[1] - first_head)
-        payload = whole[: frame.bytes].to(store.device)
-        try:
-            shaped = decode(payload, box, layout.head_dim, parcel.dtype, parcel.codec, store.dtype)
-        except ValueError as error:
-            raise TransferFailed(f"frame {sequence} of leg {leg.key} cannot be decoded: {error}") from error
+        store, box = self._owner.store, frame.box
+        heads = (box.heads[0] - self._first_head, box.heads[1] - self._first_head)
+        payload = self._views.payload(whole)
+        if not self._direct:
+            try:
+                near = payload.to(store.device)
+                payload = decode(near, box, self._owner.layout.head_dim, parcel.dtype, parcel.codec, store.dtype)
+            except ValueError as error:
+                raise TransferFailed(f"frame {sequence} of leg {leg.key} cannot be decoded: {error}") from error
         with leg.lock:
             if problem := leg.handoff.problem(box):
                 raise TransferFailed(f"frame of leg {leg.key} refused: {problem}")
             try:
-                store.scatter(leg.blocks, box.layers, heads, box.tokens, shaped)
+                store.scatter(leg.blocks, box.layers, heads, box.tokens, payload)
             except (RuntimeError, ValueError, IndexError) as error:
                 raise InternalError(f"placing {box}: {error}") from error
             return leg.handoff.placed(box, self._source, frame.bytes)

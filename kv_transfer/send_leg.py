@@ -1,5 +1,8 @@
 """A leg as a prefill rank keeps it: what is needed, what is queued for each link, what is still on its way.
 
+The last push of the engine is announced before it is computed (`promise`), when nothing else is left: the decode rank
+has then accepted it by the time it can be sent, and the request waits for no round trip.
+
 Not thread-safe: the sender's lock guards it.
 """
 
@@ -59,6 +62,8 @@ class LegPart:
     frame_bytes: int = 0  # that frames are cut to
     worth: int = 0  # cells for which a message is worth sending while more are to come
     step: int = 0  # cells of the last push of the engine
+    rest: list[Box] = field(default_factory=list)  # what the next push brings, when that is known to be the last
+    promised: bool = False  # that was announced
 
     @property
     def alive(self) -> bool:
@@ -71,9 +76,19 @@ class LegPart:
 
         The last push goes alone: what is left to send once everything is computed is what the request waits for.
         """
-        if not self.alive or self.held or not (self.boxes or self.cut):
+        if not self.alive or self.held or not (self.boxes or self.cut) or (self.promised and self.computing):
             return False
-        return self.due - self.queued <= min(self.step, self.worth) or self.pending >= self.worth
+        return bool(self.rest) or self.due - self.queued <= min(self.step, self.worth) or self.pending >= self.worth
+
+    @property
+    def promising(self) -> bool:
+        """Whether the last push should be announced now, before it is computed."""
+        return self.alive and not (self.held or self.promised or self.boxes or self.cut) and bool(self.rest)
+
+    @property
+    def computing(self) -> bool:
+        """Whether the engine has more to push."""
+        return self.alive and self.queued < self.due
 
     @property
     def pending(self) -> int:
@@ -100,6 +115,8 @@ class LegPart:
         for heads in self.heads:
             box = Box(tokens, layers, heads)
             self.queued += box.volume
+            if self.promised:
+                continue
             for back in range(1, min(len(self.boxes), len(self.heads)) + 1):
                 if (both := joined(self.boxes[-back], box)) is not None:
                     self.boxes[-back] = both
@@ -107,6 +124,7 @@ class LegPart:
             else:
                 self.boxes.append(box)
         self.step = self.queued - before
+        self.rest = [] if self.promised else self._rest(tokens, layers)
         while len(self.boxes) > 1 and (both := joined(self.boxes[-2], self.boxes[-1])) is not None:
             self.boxes.pop()  # a chunk has all its layers now, like the one before
             self.boxes[-1] = both
@@ -130,12 +148,29 @@ class LegPart:
             taken.append(box)
         return taken
 
+    def promise(self, cell_bytes: int, frame_bytes: int) -> list[Box]:
+        """The boxes of the last push's frames, when it is `promising`; none when they are too many for one parcel."""
+        taken = [piece for box in self.rest for piece in pieces(box, cell_bytes, frame_bytes)]
+        size = sum(box.volume for box in self.rest) * cell_bytes + len(taken) * TRAILER_BYTES
+        self.rest = []
+        self.promised = len(taken) <= MAX_PARCEL_FRAMES and size <= MAX_PARCEL_BYTES
+        return taken if self.promised else []
+
+    def _rest(self, tokens: Range, layers: Range) -> list[Box]:
+        """All that is due after this push, if the next one can bring it: the same tokens' last layers, and no more."""
+        a_layer = length(tokens) * sum(length(heads) for heads in self.heads)
+        count, odd = divmod(self.due - self.queued, max(1, a_layer))
+        if tokens[1] != self.leg.needed[1] or odd or not 0 < count <= length(layers):
+            return []
+        return [Box(tokens, (layers[1], layers[1] + count), heads) for heads in self.heads]
+
     @property
     def last_taken(self) -> bool:
-        """Whether `take` has given out the leg's last frame."""
-        return self.queued == self.due and not (self.boxes or self.cut)
+        """Whether the leg's last frame was given out."""
+        return (self.promised or self.queued == self.due) and not (self.boxes or self.cut)
 
     def drop(self) -> None:
         """Forget what is queued."""
         self.boxes.clear()
         self.cut.clear()
+        self.rest.clear()

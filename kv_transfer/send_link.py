@@ -111,7 +111,7 @@ class SendLink:
 
     def offer(self, part: LegPart) -> None:
         """The part has something to send, a frame or its end."""
-        if part.ready and part not in self._ready:
+        if (part.ready or part.promising) and part not in self._ready:
             self._ready.append(part)
         self._wake()
 
@@ -230,13 +230,15 @@ class SendLink:
             wire.send("beat")
 
     def _idle_too_long(self, wire: Wire, window: SendWindow) -> bool:
+        if window.busy:
+            return False
         unused_s = time.monotonic() - max(wire.last_sent, wire.last_received)
-        return not window.busy and unused_s >= self._params.idle_close_s and self._owner.retire(self)
+        return unused_s >= self._params.idle_close_s and self._owner.retire(self)
 
     def _send_control(self, wire: Wire, window: SendWindow) -> bool:
+        if not self._outbox:
+            return False
         with self._owner.lock:
-            if not self._outbox:
-                return False
             kind, fields = self._outbox.popleft()
         if kind != "open":
             window.forget(fields["leg"])
@@ -245,18 +247,22 @@ class SendLink:
 
     def _announce(self, window: SendWindow) -> bool:
         """Start a few frames; legs take turns."""
-        if not window.room:
+        if not (self._ready and window.room):
             return False
         with self._owner.lock:
             if not self._ready:
                 return False
-            part = self._ready.popleft()
-            if not part.ready:  # held meanwhile
+            part = next((part for part in self._ready if part.ready), self._ready[0])  # computed before promised
+            self._ready.remove(part)
+            ahead = not part.ready
+            if ahead and not part.promising:  # held meanwhile
                 return True
-            boxes = part.take_parcel(self._cell_bytes, part.frame_bytes)
-            if part.ready:
+            take = part.promise if ahead else part.take_parcel
+            boxes = take(self._cell_bytes, part.frame_bytes)
+            if part.ready or part.promising:
                 self._ready.append(part)
-        window.announce(part, boxes)
+        if boxes:
+            window.announce(part, boxes, ahead)
         return True
 
     def _send_done(self, wire: Wire, window: SendWindow) -> bool:

@@ -22,12 +22,13 @@ from ..proto.errors import BatonError, InternalError, from_wire
 from ..proto.failpoints import reach
 from ..proto.kv_layout import KVLayout
 from .block_store import BlockStore
-from .carriers import INLINE, RING, Carrier, CarrierFailed, InlineCarrier, bytes_of, patience_s
+from .carriers import INLINE, RING, Carrier, CarrierFailed, InlineCarrier, patience_s
 from .codec import direct, encode, wire_bytes
 from .events import LegKey
 from .frames import TRAILER_BYTES, VOID_TRAILER, Frame, Parcel, trailer
 from .plan import Box
 from .send_leg import LegPart
+from .views import Views
 from .wire import Wire, WireError, field
 
 _log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class _Flight:
     part: LegPart
     parcel: Parcel
     seed: int
+    ahead: bool  # announced before it was computed
     accepted: bool = False
     sent: int = 0  # frames that the carrier has
     void: bool = False  # the leg is over: what is left is of no use
@@ -49,6 +51,11 @@ class _Flight:
     def handed_over(self) -> bool:
         """Whether the carrier has all of it."""
         return self.sent == len(self.parcel.frames)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is still being computed."""
+        return self.ahead and self.part.computing
 
 
 class WindowOwner(Protocol):
@@ -94,6 +101,7 @@ class SendWindow:
         self._size = size
         self._flights: dict[int, _Flight] = {}  # by the number of their first frame
         self._granted: deque[_Flight] = deque()  # accepted, and not handed over
+        self._views = Views()
         self._next = 0
         self._switching = False
         self._unsent = 0  # bytes of the socket's queue when it was last looked at
@@ -121,7 +129,7 @@ class SendWindow:
         """Raises WireError when nothing at all has gone on with the frames on their way for too long."""
         unsent, before = self._wire.unsent(), self._unsent  # inline, bytes leave after they were handed over
         self._unsent = unsent
-        if unsent < before:
+        if unsent < before or (self._granted and self._granted[0].waits):
             self._progress_at = now
         largest = max((frame.bytes for f in self._flights.values() for frame in f.parcel.frames), default=0)
         limit_s += patience_s(self._carrier.name, RING * largest)
@@ -140,8 +148,8 @@ class SendWindow:
         """The leg is over on this link."""
         self._begun.discard(key)
 
-    def announce(self, part: LegPart, boxes: list[Box]) -> None:
-        """Send what the decode rank must know of these frames."""
+    def announce(self, part: LegPart, boxes: list[Box], ahead: bool) -> None:
+        """Send what the decode rank must know of these frames. ahead: they are computed soon."""
         key = part.leg.key
         try:
             if key not in self._begun:
@@ -155,11 +163,11 @@ class SendWindow:
             return
         head_dim = self._owner.layout.head_dim
         frames = [Frame(box, wire_bytes(box, head_dim, self._dtype, self._codec)) for box in boxes]
-        self._launch(part, frames)
+        self._launch(part, frames, ahead)
 
     def step(self) -> bool:
-        """Gather and send the next frame of what was accepted. False: there is none. Raises WireError."""
-        if not self._granted:
+        """Gather and send the next frame of what was accepted. False: there is none now. Raises WireError."""
+        if not self._granted or self._granted[0].waits:
             return False
         flight = self._granted[0]
         try:
@@ -202,23 +210,22 @@ class SendWindow:
             return False
         return True
 
-    def _launch(self, part: LegPart, frames: list[Frame]) -> None:
+    def _launch(self, part: LegPart, frames: list[Frame], ahead: bool) -> None:
         """Announce frames under new numbers, unless their leg is over."""
         if not self._owner.start_frame(part):
             return
         if not self._flights:
             self._progress_at = time.monotonic()
         parcel = Parcel(*part.leg.key, self._next, self._dtype, self._codec, self._checked, frames)
-        self._flights[self._next] = _Flight(part, parcel, parcel.seed())
+        self._flights[self._next] = _Flight(part, parcel, parcel.seed(), ahead)
         self._next += len(frames)
         self._wire.send("frames", **parcel.pack())
 
     def _send_frame(self, flight: _Flight, frame: Frame) -> None:
         size = frame.bytes
         whole = self._carrier.buffer(size + TRAILER_BYTES)
-        payload = whole[:size]
-        flight.void = flight.void or not self._gathered(flight.part, frame.box, payload)
-        view = bytes_of(whole.cpu())
+        flight.void = flight.void or not self._gathered(flight.part, frame.box, self._views.payload(whole))
+        view = self._views.bytes(whole)
         if flight.void:
             view[size:] = VOID_TRAILER
         else:
@@ -290,4 +297,4 @@ class SendWindow:
             if done:
                 self._acknowledged(flight, done)
             if left := list(flight.parcel.frames[done:]):
-                self._launch(flight.part, left)
+                self._launch(flight.part, left, flight.ahead)

@@ -78,6 +78,7 @@ class _ShmEnd:
         self._closed = False
         self._count = 0  # frames that were sent or received
         self._told = 0  # slots that the peer's bytes have counted
+        self._frames: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * RING  # what each slot was last lent as
         self._poll = select.poll()
         self._poll.register(door, select.POLLIN)
         self._poll.register(wire, select.POLLRDHUP)
@@ -108,6 +109,13 @@ class _ShmEnd:
                 raise CarrierFailed("shm: the peer closed its socket")
             self._told += len(said)
 
+    def _lent(self, slots: list[torch.Tensor], size: int) -> torch.Tensor:
+        """The beginning of the current slot: the same tensor as before while frames have one size."""
+        slot = self._count % RING
+        if self._frames[slot].numel() != size:
+            self._frames[slot] = slots[slot][:size]
+        return self._frames[slot]
+
     def _say(self) -> None:
         """Count one slot for the peer."""
         try:
@@ -128,13 +136,12 @@ class ShmSender(_ShmEnd):
         if size > self._ring.slot_bytes:
             raise CarrierFailed(f"shm: {size} bytes, slots have {self._ring.slot_bytes}")
         self._hear(self._count + 1 - RING)
-        return self._ring.slots[self._count % RING][:size]
+        return self._lent(self._ring.slots, size)
 
     def send(self, frame: torch.Tensor) -> None:
         """Say that the slot is filled."""
-        slot = self._ring.slots[self._count % RING]
-        if frame.data_ptr() != slot.data_ptr():
-            slot[: frame.numel()].copy_(frame)
+        if (slot := self._lent(self._ring.slots, frame.numel())) is not frame:
+            slot.copy_(frame)
         self._count += 1
         self._say()
 
@@ -153,6 +160,7 @@ class ShmSender(_ShmEnd):
         """Let the ring go."""
         if not self._closed:
             self._closed = True
+            self._frames = []
             self._door.close()
             self._ring.close()
 
@@ -182,8 +190,9 @@ class ShmReceiver(_ShmEnd):
         """The next frame where it lies; writing to it ends the process."""
         self._hear(self._count + 1)
         self._held = True
+        frame = self._lent(self._slots, size)
         self._count += 1
-        return self._slots[(self._count - 1) % RING][:size]
+        return frame
 
     def release(self) -> None:
         """The slot may be filled again."""
@@ -195,7 +204,7 @@ class ShmReceiver(_ShmEnd):
         """Let the ring go; views of it stay valid."""
         if not self._closed:
             self._closed = True
-            self._slots = []
+            self._slots = self._frames = []
             self._door.close()
 
 

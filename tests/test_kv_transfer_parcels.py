@@ -14,7 +14,7 @@ from baton.kv_transfer.send_leg import LegPart, SendingLeg, frame_target, worth_
 from baton.kv_transfer.wire import Wire
 from baton.tests.harness.kv_rig import LEG, PARAMS, heads_of, layout, rig
 
-FRAME = 4 << 20
+FRAME = 2 << 20
 SMOL, LLAMA = (30, 3, 64), (32, 8, 128)
 AROUND = 3  # open, done, done
 
@@ -106,3 +106,49 @@ def test_kv_15_messages_on_a_real_link(transport: Any, monkeypatch: pytest.Monke
         pair.sent[0].wait(Sent, 2)
         pair.assert_equal(256)
     assert 8 < len(counted) <= 100
+
+
+@pytest.mark.parametrize("shape", [SMOL, LLAMA], ids=["SmolLM2", "Llama-3-8B"])
+@pytest.mark.parametrize(("tokens", "chunk", "group", "cached"), [(1024, 512, 4, 0), (300, 256, 1, 16), (64, 64, 2, 0)])
+def test_the_last_push_is_announced_before_it_is_computed(
+    shape: tuple[int, int, int], tokens: int, chunk: int, group: int, cached: int
+) -> None:
+    layers, heads, dim = shape
+    part = _part(layers, heads, dim, tokens - cached)
+    part.leg.needed = (cached, tokens)
+    coverage = Coverage(Box((cached, tokens), (0, layers), (0, heads)))
+    promised: list[Box] = []
+    for start in range(cached, tokens, chunk):
+        for layer in range(0, layers, group):
+            part.queue((start, min(start + chunk, tokens)), (layer, min(layer + group, layers)))
+            for box in (box for parcel in _drained(part, dim) for box in parcel):
+                assert not promised, "nothing is left but what was promised"
+                coverage.add(box)
+            if part.promising:
+                assert part.computing
+                assert not part.last_taken
+                promised = part.promise(4 * dim, part.frame_bytes)
+                assert part.last_taken
+                assert not part.finished
+    last = layers % group or group
+    assert sum(box.volume for box in promised) == (tokens - 1 - cached) % chunk * heads * last + heads * last
+    for box in promised:
+        assert not coverage.problem(box)
+        coverage.add(box)
+    assert coverage.complete
+    assert not part.computing
+
+
+def test_what_was_promised_and_is_not_expected_yet_waits_for_both() -> None:
+    part = _part(4, 1, 8, 16)
+    part.queue((0, 16), (0, 2))
+    assert _drained(part, 8)
+    boxes = part.promise(32, part.frame_bytes)
+    part.held = True
+    part.cut.extend(boxes)  # the decode rank said `later`
+    part.held = False
+    assert not part.ready
+    assert not part.promising
+    part.queue((0, 16), (2, 4))
+    assert part.ready
+    assert _drained(part, 8) == [boxes]

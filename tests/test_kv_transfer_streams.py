@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from baton.kv_transfer.carriers import CarrierFailed
-from baton.kv_transfer.events import RankComplete, ReceiveFailed, SendFailed, Sent
+from baton.kv_transfer.events import Abandoned, RankComplete, ReceiveFailed, SendFailed, Sent
 from baton.kv_transfer.shm import ShmReceiver, ShmSender
 from baton.kv_transfer.torch_carrier import TorchCarrier
 from baton.proto.errors import InternalError
@@ -125,3 +125,41 @@ def test_a_carrier_may_fail_at_any_frame(
         assert calls[0] >= at
         assert pair.targets[0].writes == sent.frames == complete.frames
         assert sent.bytes == complete.bytes == PROMPT * 2 * 16 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("transport", ["inline", "shm", "gloo"])
+def test_what_is_announced_before_it_is_computed_is_gathered_after(transport: Any) -> None:
+    """Also when the carrier or another leg has time to go on meanwhile."""
+    with rig(SHAPE, SHAPE, replace(PARAMS, transport=transport, frame_bytes=4096), store=_Store, tokens=PROMPT) as pair:
+        ticket = pair.reserve(LEG, PROMPT, 0, pair.target_blocks(PROMPT))
+        pair.open(LEG, ticket, PROMPT, pair.source_blocks(PROMPT))
+        late = pair.sources[0].data[12:].clone()
+        pair.sources[0].data[12:] = 7.0  # what the last layers' blocks held before
+        for layer in range(0, 12, 4):
+            pair.computed(LEG, (0, PROMPT), (layer, layer + 4))
+        pair.settle()
+        assert pair.targets[0].writes == 24  # two frames a layer
+        pair.sources[0].data[12:] = late
+        pair.computed(LEG, (0, PROMPT), (12, 16))
+        pair.senders[0].finish(LEG, b"first")
+        pair.sent[0].wait(Sent)
+        pair.assert_equal(PROMPT)
+
+
+@pytest.mark.parametrize("transport", ["inline", "shm", "gloo"])
+@pytest.mark.parametrize("end", ["cancel", "abandon"])
+def test_a_leg_that_ends_before_what_it_announced_is_computed_leaves_the_link_usable(transport: Any, end: str) -> None:
+    with rig(SHAPE, SHAPE, replace(PARAMS, transport=transport, frame_bytes=4096), store=_Store, tokens=PROMPT) as pair:
+        ticket = pair.reserve(LEG, PROMPT, 0, pair.target_blocks(PROMPT))
+        pair.open(LEG, ticket, PROMPT, pair.source_blocks(PROMPT))
+        for layer in range(0, 12, 4):
+            pair.computed(LEG, (0, PROMPT), (layer, layer + 4))
+        pair.settle()
+        getattr(pair.senders[0], end)(LEG)
+        pair.received[0].wait(ReceiveFailed if end == "cancel" else Abandoned)
+        assert _source(pair).gathers == 24  # two frames a layer
+        pair.targets[0].data.zero_()
+        pair.send(NEXT, PROMPT)
+        pair.sent[0].wait(Sent)
+        pair.assert_equal(PROMPT)
+        assert len(pair.senders[0].open_links) == 1

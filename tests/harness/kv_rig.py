@@ -100,8 +100,16 @@ class TensorStore:
         payload: torch.Tensor,
     ) -> None:
         self.writes += 1
+        payload = self._shaped(payload, layers, heads, tokens)
         for index, (block, offset) in enumerate(zip(*self._slots(blocks, tokens), strict=True)):
             self.data[slice(*layers), :, block, slice(*heads), offset] = payload[:, :, :, index]
+
+    def _shaped(
+        self, payload: torch.Tensor, layers: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int]
+    ) -> torch.Tensor:
+        """What `gather` returned, also into a buffer, as [layers, 2, heads, tokens, head_dim]."""
+        spans = [stop - start for start, stop in (layers, heads, tokens)]
+        return payload.reshape(-1).view(self.dtype).view(spans[0], 2, spans[1], spans[2], self.data.shape[5])
 
 
 class FastStore(TensorStore):
@@ -126,9 +134,9 @@ class FastStore(TensorStore):
         tokens: tuple[int, int],
         payload: torch.Tensor,
     ) -> None:
-        pages = payload.reshape(*payload.shape[:3], -1, self.block_size, payload.shape[4])
-        shaped = pages.transpose(2, 3)
-        self.data[slice(*layers), :, self._whole(blocks, tokens), slice(*heads)] = shaped
+        payload = self._shaped(payload, layers, heads, tokens)
+        pages = payload.unflatten(3, (-1, self.block_size)).transpose(2, 3)
+        self.data[slice(*layers), :, self._whole(blocks, tokens), slice(*heads)] = pages
 
     def _whole(self, blocks: Sequence[int], tokens: tuple[int, int]) -> torch.Tensor:
         if tokens[0] % self.block_size or tokens[1] % self.block_size:
