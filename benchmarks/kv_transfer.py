@@ -149,6 +149,7 @@ class Rank:
         self.flat = self.pool.data.view(-1).view(torch.uint8)
         self.ends: dict[tuple[str, bool], Any] = {}
         self.turn = 0
+        self.last: list[int] = []  # blocks of the last transfer
 
     def blocks(self, tokens: int) -> list[int]:
         """The next blocks for so many tokens."""

@@ -135,7 +135,7 @@ class FastStore(TensorStore):
         payload: torch.Tensor,
     ) -> None:
         payload = self._shaped(payload, layers, heads, tokens)
-        pages = payload.unflatten(3, (-1, self.block_size)).transpose(2, 3)
+        pages = payload.reshape(*payload.shape[:3], -1, self.block_size, payload.shape[4]).transpose(2, 3)
         self.data[slice(*layers), :, self._whole(blocks, tokens), slice(*heads)] = pages
 
     def _whole(self, blocks: Sequence[int], tokens: tuple[int, int]) -> torch.Tensor:
