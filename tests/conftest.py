@@ -9,6 +9,11 @@ import pytest
 from baton.tests.harness.tiny_model import write_tiny_model
 from baton.text.source import ModelSource, resolve
 from baton.text.tokenizer import Tokenizer
+from hypothesis import HealthCheck, settings
+
+# A busy machine is slow: how long an example takes says nothing about the property.
+settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("baton")
 
 
 @pytest.fixture(scope="session", autouse=True)

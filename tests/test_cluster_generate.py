@@ -142,7 +142,7 @@ VALUES = st.none() | st.booleans() | NUMBERS | TEXTS
 ANYTHING = VALUES | st.lists(VALUES, max_size=2) | st.dictionaries(TEXTS, VALUES, max_size=2)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.dictionaries(st.sampled_from(sorted(RequestLine.model_fields)), ANYTHING, max_size=4), st.booleans())
 def test_whatever_is_accepted_can_be_sent(fields: dict[str, Any], prompt: bool) -> None:
     if prompt:

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -121,6 +122,7 @@ def test_a_start_that_is_interrupted_is_exit_1_and_leaves_nothing(tiny_dir: Path
         warden = psutil.Process(process.pid)
         while len(warden.children(recursive=True)) < 4:  # driver, router and two workers
             assert process.poll() is None
+            time.sleep(0.02)
         before = oracles.footprint(process.pid)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)

@@ -258,7 +258,7 @@ def test_a_leg_that_commits_while_it_gives_runs_to_its_end() -> None:
 
 
 @given(seed=st.integers(0, 100_000), cache=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_walk_of_holds_never_leaks_and_no_choice_ends_twice(seed: int, cache: bool) -> None:
     rng = random.Random(seed)
     book = DecodeBook(blocks=rng.choice([12, 30]), prefix_cache=cache)

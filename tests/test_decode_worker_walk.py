@@ -94,7 +94,7 @@ class Walk:
 
 
 @given(seed=st.integers(0, 100_000), blocks=st.integers(8, 16), cache=st.booleans(), ranks=st.sampled_from([1, 2]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sp_03_a_walk_never_stalls_leaks_or_ends_a_choice_twice(
     seed: int, blocks: int, cache: bool, ranks: int
 ) -> None:

@@ -193,5 +193,5 @@ class PoolModel(RuleBasedStateMachine):
             assert self.pool.references(block) == sum(blocks.count(block) for blocks, _, _ in self.live)
 
 
-PoolModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestBlockPool = PoolModel.TestCase

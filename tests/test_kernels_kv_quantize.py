@@ -6,7 +6,7 @@ import pytest
 import torch
 from baton.kernels import reference
 from baton.kernels.kv_quantize import CODES, LARGEST, dequantize, quantize
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -64,7 +64,6 @@ def test_every_code_of_fp8_means_what_the_format_says() -> None:
 
 
 @pytest.mark.parametrize("kind", CODES)
-@settings(deadline=None)
 @given(data=st.data())
 def test_errors_are_bounded(kind: str, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(FLOATS))

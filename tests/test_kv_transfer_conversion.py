@@ -76,14 +76,14 @@ def _cases() -> st.SearchStrategy[Case]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_cases())
 def test_any_combination_equals_a_naive_copy(case: Case) -> None:
     convert(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=3000)
 @given(_cases())
 def test_many_combinations_equal_a_naive_copy(case: Case) -> None:
     convert(case)

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import socket
-import threading
 import time
 import tracemalloc
 from dataclasses import replace
@@ -16,6 +15,7 @@ import msgpack
 import pytest
 from baton.kv_transfer.events import Sent
 from baton.kv_transfer.frames import MAX_FRAME_BYTES, Parcel
+from baton.tests.harness.holdings import descriptors, threads
 from baton.tests.harness.kv_fuzzer import PICKLE_LEAVES, Fuzzer
 from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer, one_frame
 from baton.tests.harness.kv_rig import LEG, PARAMS, rig
@@ -124,7 +124,7 @@ def test_wrong_frames_and_messages_are_never_placed(carrier: str, count: int, ca
     caplog.set_level(logging.ERROR)
     patient = replace(PARAMS, frame_timeout_s=30.0, connect_timeout_s=10.0, transport="auto")
     with rig(SHAPE, SHAPE, patient) as pair:
-        threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        open_before, running_before = descriptors(), threads()
         fuzzer = Fuzzer(pair, count, carrier)
         fuzzer.run(count)
         assert sum(fuzzer.counts.values()) == count
@@ -133,8 +133,8 @@ def test_wrong_frames_and_messages_are_never_placed(carrier: str, count: int, ca
         assert not os.path.exists(PICKLE_LEAVES)
         assert not caplog.records, "the receiver had to expect all of this"
         deadline = time.monotonic() + 15
-        while threading.active_count() > threads or len(os.listdir("/proc/self/fd")) > descriptors:
-            assert time.monotonic() < deadline, "a thread or a descriptor is left"
+        while left := [*(threads() - running_before), *(descriptors() - open_before)]:
+            assert time.monotonic() < deadline, f"a thread or a descriptor is left: {left}"
             time.sleep(0.02)
         pair.targets[0].data.zero_()
         pair.send(LEG, PROMPT)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +15,7 @@ from baton.kv_transfer.link_pool import LinkPool
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.ticket import Ticket
 from baton.kv_transfer.wire import packed
+from baton.tests.harness.holdings import descriptors, threads
 from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer, hello_fields
 from baton.tests.harness.kv_rig import LEG, PARAMS, Events, Rig, TensorStore, heads_of, layout, rig
 
@@ -27,10 +26,6 @@ def _wait(what: str, condition: object, wait_s: float = 15.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.01)
-
-
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 # ---- the pool, pure ---------------------------------------------------------------------------------------------
@@ -120,6 +115,7 @@ def _several(count: int, max_links: int) -> Iterator[_Targets]:
 
 
 def test_an_idle_link_makes_room_for_the_next() -> None:
+    others = threads("kv-send")
     with _several(5, 2) as targets:
         for number in range(15):
             leg = (f"r{number}", 1, 0)
@@ -127,7 +123,7 @@ def test_an_idle_link_makes_room_for_the_next() -> None:
             targets.compute(leg)
             targets.pair.sent[0].wait(Sent, number + 1)
             assert len(targets.pair.senders[0].open_links) <= 2
-            assert sum(thread.name.startswith("kv-send") for thread in threading.enumerate()) <= 2
+            assert len(threads("kv-send") - others) <= 2
         assert all(len(events.of(RankComplete)) == 3 for events in targets.events)
         assert not [event for events in targets.events for event in events.of(ReceiveFailed)]
 
@@ -215,7 +211,7 @@ def test_a_leg_that_needs_more_links_than_there_may_be_fails_at_once() -> None:
 def test_links_that_close_when_idle_race_with_new_legs_and_leave_nothing() -> None:
     """Each leg comes at about the moment when the link of the one before is closed for being idle."""
     with rig(SHAPE, SHAPE, replace(PARAMS, idle_close_s=0.005)) as pair:
-        descriptors, threads = _descriptors(), threading.active_count()
+        open_before, running_before = descriptors(), threads()
         for number in range(200):
             leg = (f"r{number}", 1, 0)
             pair.send(leg, PROMPT)
@@ -226,8 +222,8 @@ def test_links_that_close_when_idle_race_with_new_legs_and_leave_nothing() -> No
         assert not pair.received[0].of(ReceiveFailed)
         assert len(pair.received[0].of(RankComplete)) == 200
         _wait("no link is left", lambda: not pair.senders[0].open_links)
-        _wait("descriptors are closed", lambda: _descriptors() <= descriptors)
-        _wait("threads have ended", lambda: threading.active_count() <= threads)
+        _wait("descriptors are closed", lambda: descriptors() <= open_before)
+        _wait("threads have ended", lambda: threads() <= running_before)
 
 
 # ---- strangers --------------------------------------------------------------------------------------------------
@@ -240,14 +236,14 @@ def _dial(pair: Rig) -> socket.socket:
 
 def test_300_silent_strangers_cost_no_threads_and_keep_no_peer_out() -> None:
     with rig(SHAPE, SHAPE, PARAMS) as pair, ExitStack() as stack:
-        threads, descriptors = threading.active_count(), _descriptors()
+        open_before, running_before = descriptors(), threads()
         strangers = [stack.enter_context(_dial(pair)) for _ in range(150)]
         pair.send(LEG, PROMPT)
         pair.sent[0].wait(Sent)
         pair.assert_equal(PROMPT)
         strangers += [stack.enter_context(_dial(pair)) for _ in range(150)]
-        assert threading.active_count() <= threads + 2, "the link's two ends"
-        _wait("few are kept", lambda: _descriptors() - descriptors - 300 <= MAX_STRANGERS + 8)
+        assert len(threads() - running_before) <= 2, "the link's two ends"
+        _wait("few are kept", lambda: len(descriptors() - open_before) - 300 <= MAX_STRANGERS + 8)
         strangers[0].settimeout(10)
         assert b"without a hello" in strangers[0].recv(4096), "the oldest went first"
         pair.send(("next", 1, 0), PROMPT)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-@settings(deadline=None)
 @given(kv_heads=st.integers(1, 8), prefill=st.integers(1, 8), decode=st.integers(1, 8))
 def test_every_decode_rank_gets_each_of_its_heads_once(kv_heads: int, prefill: int, decode: int) -> None:
     sources, targets = heads_of(kv_heads, prefill), heads_of(kv_heads, decode)
@@ -43,7 +42,6 @@ def test_heads_that_nobody_holds_are_refused() -> None:
         shares([(0, 2)], [(0, 3), (0, 2)], 2)
 
 
-@settings(deadline=None)
 @given(
     tokens=st.integers(1, 300),
     layers=st.integers(1, 40),
@@ -66,7 +64,6 @@ def test_pieces_make_up_the_box_and_are_not_much_too_large(
         assert len(parts) <= max(2 * -(-box.volume * cell // target), layers)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 12))
 def test_split_is_even(start: int, size: int, count: int) -> None:
     parts = split((start, start + size), count)
@@ -74,7 +71,7 @@ def test_split_is_even(start: int, size: int, count: int) -> None:
     assert not parts or max(map(length, parts)) - min(map(length, parts)) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_gather_cut_and_scatter_equal_a_naive_copy(data: st.DataObject) -> None:
     """TP {1..4} x {1..4}, kv heads {1..4}, block sizes and chunks at random: what each decode rank ends up with."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import socket
 import tempfile
@@ -20,6 +19,7 @@ from baton.kv_transfer.carriers import RING, CarrierFailed, InlineCarrier
 from baton.kv_transfer.events import RankComplete, ReceiveFailed, SendFailed, Sent
 from baton.kv_transfer.shm import Ring, ShmReceiver, ShmSender, build_shm
 from baton.kv_transfer.wire import Wire, WireError
+from baton.tests.harness.holdings import descriptors, mappings
 from baton.tests.harness.kv_rig import LEG, PARAMS, heads_of, layout, rig
 
 SHM = replace(PARAMS, transport="shm", frame_bytes=2048)
@@ -79,12 +79,13 @@ def test_a_frame_that_fits_no_slot_goes_inline(used: dict[str, int], monkeypatch
 
 
 def test_nothing_of_the_ring_is_left_when_a_link_is_closed() -> None:
-    def left() -> list[str]:
-        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "baton-kv" in line]
-        names = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)]
-        ours = {name.removeprefix("socket:[").removesuffix("]") for name in names}
+    mapped, opened = mappings("baton-kv"), descriptors()
+
+    def left() -> list[object]:
         sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "baton-kv" in line]
-        return mapped + [name for name in names if "baton-kv" in name] + [at[7] for at in sockets if at[6] in ours]
+        doors = {f"socket:[{line[6]}]" for line in sockets}
+        files = [one for one in descriptors() - opened if "baton-kv" in one[1] or one[1] in doors]
+        return [*(mappings("baton-kv") - mapped), *files]
 
     shape = layout([(0, 2)])
     with rig(shape, shape, replace(SHM, idle_close_s=0.3)) as pair:
@@ -95,10 +96,6 @@ def test_nothing_of_the_ring_is_left_when_a_link_is_closed() -> None:
         while left() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not left()
-
-
-def _is_open(name: str) -> bool:
-    return Path(f"/proc/self/fd/{name}").is_symlink()
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5])
@@ -219,10 +216,10 @@ def test_a_file_that_could_end_the_reader_is_not_mapped(
     descriptor = _file(size, seals)
     socket.send_fds(near, [b"\0"], [descriptor])
     os.close(descriptor)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors("memfd")
     with pytest.raises(OSError, match=reason):
         shm._take_over(far, announced)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert descriptors("memfd") <= before
 
 
 def test_other_things_than_one_memfd_are_refused(doors: tuple[socket.socket, socket.socket]) -> None:
@@ -245,17 +242,10 @@ def test_other_things_than_one_memfd_are_refused(doors: tuple[socket.socket, soc
         shm._take_over(far, 4096)
 
 
-def _mapped_rings() -> set[tuple[str, str]]:
-    """Address and access of each ring that this process maps."""
-    lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "baton-kv" in line)
-    return {(line[0], line[1]) for line in lines}
-
-
 def test_a_ring_is_read_only_for_the_reader_and_cannot_shrink(doors: tuple[socket.socket, socket.socket]) -> None:
     near, far = doors
     listener = socket.create_server(("127.0.0.1", 0))
-    gc.collect()  # rings that earlier tests left in reference cycles
-    earlier = _mapped_rings()
+    earlier = mappings("baton-kv")
     with listener, socket.create_connection(listener.getsockname()) as here, listener.accept()[0] as there:
         ring = Ring(shm._LEAST_SLOT_BYTES)
         socket.send_fds(near, [b"\0"], [ring.descriptor])
@@ -263,7 +253,7 @@ def test_a_ring_is_read_only_for_the_reader_and_cannot_shrink(doors: tuple[socke
             os.ftruncate(ring.descriptor, 4096)
         receiver = ShmReceiver(Wire(there, 2.0), far, 0.2, shm._take_over(far, ring.size))
         sender = ShmSender(Wire(here, 2.0), near, 0.2, ring)
-        assert sorted(access for _, access in _mapped_rings() - earlier) == ["r--s", "rw-s"]
+        assert sorted(access for _, access, _ in mappings("baton-kv") - earlier) == ["r--s", "rw-s"]
         for number in range(6):  # more than slots
             sender.send(sender.buffer(4096).fill_(number))
             receiver.expect(4096)

@@ -13,6 +13,7 @@ from baton.kv_transfer.carriers import CarrierFailed
 from baton.kv_transfer.torch_carrier import TorchCarrier
 from baton.kv_transfer.watchdog import Watchdog
 from baton.kv_transfer.wire import Wire
+from baton.tests.harness.holdings import threads
 
 
 class _Hanging:
@@ -44,6 +45,7 @@ class _Hanging:
 @pytest.mark.parametrize("operation", ["send", "receive"])
 @pytest.mark.parametrize("why", ["the peer is gone", "it takes too long"])
 def test_an_operation_that_hangs_is_aborted(operation: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = threads("kv-watchdog")
     tcp = socket.create_server(("127.0.0.1", 0))
     with tcp, socket.create_connection(tcp.getsockname()) as near, tcp.accept()[0] as far:
         wire, group = Wire(near, 5.0), _Hanging()
@@ -75,10 +77,11 @@ def test_an_operation_that_hangs_is_aborted(operation: str, why: str, monkeypatc
         assert len(failures) == 1
         assert watchdog.reason == why
         carrier.close()
-        assert not any(thread.name == "kv-watchdog" and thread.is_alive() for thread in threading.enumerate())
+        assert not threads("kv-watchdog") - others
 
 
 def test_operations_that_end_are_left_alone_and_the_thread_ends_with_the_carrier() -> None:
+    others = threads("kv-watchdog")
     aborts: list[int] = []
     watchdog = Watchdog(lambda: aborts.append(1), lambda: True)
     time.sleep(0.12)  # it looks at the peer during operations only
@@ -92,4 +95,4 @@ def test_operations_that_end_are_left_alone_and_the_thread_ends_with_the_carrier
     calm.close()
     assert not aborts
     assert calm.reason == ""
-    assert not any(thread.name == "kv-watchdog" for thread in threading.enumerate())
+    assert not threads("kv-watchdog") - others

@@ -222,7 +222,7 @@ def test_lc_09_a_cancel_drops_the_chunk_in_flight(chunk: int) -> None:
 
 
 @given(seed=st.integers(0, 10_000), blocks=st.integers(4, 12), cache=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_walk_never_leaks_a_block_and_every_leg_ends_once(seed: int, blocks: int, cache: bool) -> None:
     rng = random.Random(seed)
     book = PrefillBook(blocks=blocks, budget=rng.choice([1, 3, 8, 50]), prefix_cache=cache)

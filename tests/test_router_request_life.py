@@ -435,7 +435,7 @@ def _news(life: RequestLife, rng: random.Random, max_tokens: int) -> m.Event:
     return rng.choice(options)()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([1, 2, 6]), st.integers(1, 3))
 def test_random_walks_end_once_and_leave_nothing(seed: int, n: int, max_tokens: int, attempts: int) -> None:
     rng = random.Random(seed)

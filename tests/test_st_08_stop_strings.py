@@ -81,7 +81,7 @@ def test_an_empty_stop_string_is_refused() -> None:
         StopMatcher(["a", ""], include=False)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     pieces=st.lists(st.text(ALPHABET, max_size=5), max_size=8),
     stops=st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=4),
@@ -92,7 +92,7 @@ def test_stream_equals_the_definition_on_the_whole_text(pieces: list[str], stops
     assert ("".join(out), matched) == naive("".join(pieces), stops, include)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     data=st.binary(max_size=40),
     cuts=st.lists(st.integers(0, 40), max_size=6),

@@ -28,7 +28,7 @@ def test_special_tokens_have_no_text(tiny_tokenizer: Tokenizer) -> None:
     assert detokenizer.push([*b"hi", special_id(EOS)]) == "hi"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ids=st.lists(st.integers(0, 319), max_size=40))
 def test_equal_to_the_library_s_decoder(tiny_source: ModelSource, ids: list[int]) -> None:
     tokenizer = Tokenizer.load(tiny_source)

@@ -13,7 +13,7 @@ import pytest
 from baton.proto.errors import ConfigError
 from baton.text import gguf_metadata
 from baton.text.source import ModelSource
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -90,10 +90,12 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
         gguf_metadata.read(tmp_path / "empty.gguf")
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=200)
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_any_flipped_byte_reads_or_is_refused(small: bytes, tmp_path: Path, place: int, byte: int) -> None:
-    path = tmp_path / "flipped.gguf"
+def test_any_flipped_byte_reads_or_is_refused(
+    small: bytes, tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "flipped.gguf"
     damaged = bytearray(small)
     damaged[place % len(small)] = byte
     path.write_bytes(damaged)

@@ -65,7 +65,7 @@ def test_bundled_tokenizer_knows_these_ids(smol_tokenizer: Tokenizer) -> None:
     assert smol_tokenizer.eos_token_ids == {2}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(max_size=80))
 def test_any_text_survives_the_round_trip(tiny_tokenizer: Tokenizer, text: str) -> None:
     ids = tiny_tokenizer.encode(text, special=False, bos=False)

@@ -6,6 +6,7 @@ Each raises AssertionError with what was seen.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import defaultdict
@@ -23,6 +24,7 @@ from .client import Client
 from .hf_reference import difference, greedy, load_reference
 
 _POLL_S = 0.05
+_LISTEN = "0A"  # as /proc/net/tcp writes it
 _WORKER_IDLE = ("baton_kv_used_blocks", "baton_kv_held_legs", "baton_worker_running", "baton_worker_waiting")
 _ROUTER_IDLE = (
     "baton_router_inflight_requests",
@@ -86,7 +88,7 @@ def pool_leftovers(metrics: Metrics) -> list[str]:
     ]
 
 
-def check_pool(http: str, within_s: float = 5.0) -> None:
+def check_pool(http: str, within_s: float = 10.0) -> None:
     """O-pool: on each worker nothing is referenced, held, running or waiting, within `within_s`."""
     deadline = time.monotonic() + within_s
     while left := pool_leftovers(scrape(http)):
@@ -103,7 +105,7 @@ def check_accounts(http: str) -> None:
     assert accepted == sum(ends), f"O-acct: accepted {accepted:g}, completed, failed, cancelled {ends}"
 
 
-def check_live(client: Client, within_s: float = 10.0) -> None:
+def check_live(client: Client, within_s: float = 20.0) -> None:
     """O-live: a probe that needs both pools is served (2 tokens: the second comes from decode)."""
     answer = client.generate(within_s, token_ids=[104, 105], max_tokens=2, temperature=0, ignore_eos=True)
     assert len(answer.token_ids) == 2, f"O-live: {answer}"
@@ -117,7 +119,7 @@ class Footprint:
     """What a process and its descendants hold on this machine."""
 
     processes: tuple[psutil.Process, ...]
-    ports: frozenset[int]
+    listeners: frozenset[tuple[int, int]]  # port and inode: who gets a port that was given back has another socket
     shared: frozenset[str]  # files under /dev/shm
 
 
@@ -125,15 +127,33 @@ def footprint(pid: int) -> Footprint:
     """Of the living process `pid` and everything below it."""
     root = psutil.Process(pid)
     processes = (root, *root.children(recursive=True))
-    ports: set[int] = set()
+    inodes: set[int] = set()
     shared: set[str] = set()
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            sockets = process.net_connections("tcp")
-            ports.update(c.laddr.port for c in sockets if c.status == psutil.CONN_LISTEN and c.laddr)
+            inodes |= _sockets(process.pid)
             shared.update(m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/"))
             shared.update(f.path for f in process.open_files() if f.path.startswith("/dev/shm/"))
-    return Footprint(processes, frozenset(ports), frozenset(shared))
+    listeners = frozenset((port, inode) for port, inode in _listening() if inode in inodes)
+    return Footprint(processes, listeners, frozenset(shared))
+
+
+def _sockets(pid: int) -> set[int]:
+    """Inodes of the sockets that a process has open."""
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            kind, _, inode = os.readlink(descriptor).partition(":")
+            if kind == "socket":
+                found.add(int(inode.strip("[]")))
+    return found
+
+
+def _listening() -> set[tuple[int, int]]:
+    """Port and inode of every TCP socket that listens on this machine."""
+    lines = (line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:])
+    rows = (line.split() for line in lines)
+    return {(int(row[1].rpartition(":")[2], 16), int(row[9])) for row in rows if row[3] == _LISTEN}
 
 
 def _proc_leftovers(before: Footprint) -> list[str]:
@@ -142,12 +162,11 @@ def _proc_leftovers(before: Footprint) -> list[str]:
         with contextlib.suppress(psutil.Error):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 left.append(f"process {process.pid} {' '.join(process.cmdline())[:120]}")
-    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr}
-    left += [f"port {port}" for port in sorted(before.ports & listening)]
+    left += [f"port {port}" for port, _ in sorted(before.listeners & _listening())]
     return left + [path for path in sorted(before.shared) if Path(path).exists()]
 
 
-def check_processes(before: Footprint, within_s: float = 5.0) -> None:
+def check_processes(before: Footprint, within_s: float = 20.0) -> None:
     """O-proc: of what `before` saw, no process lives, no port listens, no shared memory remains, within `within_s`."""
     deadline = time.monotonic() + within_s
     while left := _proc_leftovers(before):

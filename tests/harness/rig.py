@@ -3,6 +3,7 @@ processes instead of Ray. Leaving it checks O-pool, O-acct, O-live and O-proc.""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,11 @@ class Rig:
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, name="rig-output")
         self._reader.start()
-        self._wait_ready()
+        try:
+            self._wait_ready()
+        except BaseException:
+            self._kill()
+            raise
         self.http = f"http://{self._endpoints['http']}"
         self.admin = self._endpoints["admin"]
         self.grpc = self._endpoints["grpc"]
@@ -129,7 +133,7 @@ class Rig:
             assert time.monotonic() < deadline, self.workers()
             time.sleep(0.1)
 
-    def quiesce(self, within_s: float = 5.0) -> None:
+    def quiesce(self, within_s: float = 10.0) -> None:
         """O-live, O-pool and O-acct."""
         oracles.check_live(self.client)
         oracles.check_pool(self.http, within_s)
@@ -147,6 +151,9 @@ class Rig:
     def abort(self) -> None:
         """Ends the cluster after a failure of the test, without checks."""
         self.client.close()
+        self._kill()
+
+    def _kill(self) -> None:
         self.process.kill()
         self.process.wait()
         self._finish()
@@ -167,14 +174,20 @@ class Rig:
         while True:
             if self.process.poll() is not None:
                 self._reader.join(5)
-                self.log.write_text(self.output)
                 raise RuntimeError(f"baton serve ended with {self.process.returncode}:\n{self.output}")
             if len(self._endpoints) == 3 and self._ready():
                 return
             if time.monotonic() > deadline:
-                self.process.kill()
+                self._show_stacks()
                 raise TimeoutError(f"baton serve is not ready after {_START_S} s:\n{self.output}")
             time.sleep(0.05)
+
+    def _show_stacks(self) -> None:
+        """Ends every process in a way that makes it print where its threads stand."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGABRT)
+        time.sleep(1)
 
     def _ready(self) -> bool:
         try:
@@ -183,7 +196,7 @@ class Rig:
             return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def running(
     folder: Path,
     config: Mapping[str, Any],
@@ -198,7 +211,8 @@ def running(
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(dict(config)))
     armed = gates.environment if gates else {}
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **armed, **(environment or {})}
+    needed = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    variables = {**os.environ, **needed, **armed, **(environment or {})}
     process = subprocess.Popen(
         [sys.executable, "-m", "baton.cluster.cli", "serve", str(path), "--verbose"],
         stdout=subprocess.PIPE,
