@@ -29,8 +29,9 @@ $(NATIVE): $(STAMP) kernels/native.py $(wildcard kernels/c/*)
 run: install
 	$(BIN)/baton generate --config $(CONFIG) $(FREE_PORTS) --chat --prompt "$(PROMPT)" --report
 
+# Two processes, each with whole files: a file's tests share a cluster.
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
