@@ -7,7 +7,7 @@ prompt's blocks until they write, and preemption by recomputation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from ..proto.errors import InvalidRequest
@@ -69,6 +69,32 @@ class LocalEngine:
         `chunk`: prompt tokens a step; `max_sequences`: sequences that are admitted side by side. Raises InvalidRequest
         for a request that is empty, longer than the context, or larger than the pool.
         """
+        self._begin(requests, chunk, max_sequences)
+        while self._waiting or self._running:
+            self._turn(chunk, max_sequences)
+        return [[choices[index] for index in sorted(choices)] for choices in self._finished]
+
+    def stream(self, prompt: list[int], params: SamplingParams, chunk: int) -> Generator[SampledToken, None, None]:
+        """The tokens of one request with one choice, as they are drawn; closing it early frees its blocks.
+
+        Raises InvalidRequest as `generate` does, before the first token. Nothing else may run meanwhile.
+        """
+        if params.n != 1:
+            raise ValueError(f"a stream has one choice, not {params.n}")
+        self._begin([(prompt, params)], chunk, 1)
+        sequence, told = self._waiting[0], 0
+        try:
+            while self._waiting or self._running:
+                self._turn(chunk, 1)
+                yield from sequence.tokens[told:]
+                told = len(sequence.tokens)
+        finally:
+            for left in self._running:
+                self._pool.release(left.blocks)
+            self._running.clear()
+            self._waiting.clear()
+
+    def _begin(self, requests: Sequence[Request], chunk: int, max_sequences: int) -> None:
         if chunk < 1 or max_sequences < 1:
             raise ValueError(f"nothing would run: chunk {chunk}, max_sequences {max_sequences}")
         for prompt, params in requests:
@@ -78,12 +104,12 @@ class LocalEngine:
             _Sequence(index, tuple(range(params.n)), prompt, params, all_ids=list(prompt))
             for index, (prompt, params) in enumerate(requests)
         )
-        while self._waiting or self._running:
-            batch = self._schedule(chunk, max_sequences)
-            drawn = self._runner.prefill([self._step(sequence, count) for sequence, count in batch], _nobody_waits)
-            self.steps += 1
-            self._postprocess(batch, drawn)
-        return [[choices[index] for index in sorted(choices)] for choices in self._finished]
+
+    def _turn(self, chunk: int, max_sequences: int) -> None:
+        batch = self._schedule(chunk, max_sequences)
+        drawn = self._runner.prefill([self._step(sequence, count) for sequence, count in batch], _nobody_waits)
+        self.steps += 1
+        self._postprocess(batch, drawn)
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         longest = len(prompt) + params.max_tokens

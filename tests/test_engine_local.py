@@ -105,6 +105,22 @@ def test_preemption_does_not_matter(runner: Runner, alone: list[list[LocalChoice
     assert ids(results) == ids(alone)
 
 
+def test_a_stream_has_the_same_tokens_and_leaves_no_block_behind_when_it_is_closed(runner: Runner) -> None:
+    request = (list(range(40, 60)), sampling())
+    ((whole,),), _, _ = run(runner, [request])
+    pool = BlockPool(runner.blocks, runner.layout.block_size, prefix_cache=True)
+    engine = LocalEngine(runner, pool, runner.kv.copy_blocks)
+    assert [token.token_id for token in engine.stream(*request, chunk=7)] == whole.token_ids
+    begun = engine.stream(*request, chunk=64)
+    assert [next(begun).token_id for _ in range(3)] == whole.token_ids[:3]
+    begun.close()
+    pool.check()
+    assert pool.used == 0
+    assert [token.token_id for token in engine.stream(*request, chunk=64)] == whole.token_ids
+    with pytest.raises(ValueError, match="one choice"):
+        next(engine.stream(request[0], sampling(n=2), chunk=64))
+
+
 def test_a_prefix_hit_does_not_matter(runner: Runner, alone: list[list[LocalChoice]]) -> None:
     pool = BlockPool(runner.blocks, 4, True)
     engine = LocalEngine(runner, pool, runner.kv.copy_blocks)
