@@ -9,18 +9,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..proto import failpoints
 from ..proto.errors import BatonError, ConfigError
+from .cli_jobs import batch, chat
+from .cli_options import (
+    DEFAULT_ADMIN,
+    AddressOption,
+    AdminOption,
+    ConfigArgument,
+    ConfigOption,
+    JsonOption,
+    PrintOption,
+    SetOption,
+    VerboseOption,
+    load_config,
+    one_target,
+    warn,
+)
 from .early import prepare
 from .failures import CommandFailed
 from .output import say
-
-if TYPE_CHECKING:
-    from .config import Config
 
 app = typer.Typer(
     name="baton",
@@ -30,44 +42,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-
-ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="The cluster's YAML file.", show_default=False)]
-ConfigOption = Annotated[str | None, typer.Option("--config", metavar="CONFIG", help="Start this cluster for the job.")]
-AddressOption = Annotated[str | None, typer.Option("--address", metavar="HOST:PORT", help="Use a running router.")]
-AdminOption = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="The admin service (router.admin).")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the YAML.")]
-PrintOption = Annotated[bool, typer.Option("--print-config", help="Print the resulting configuration and stop.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show what the workers log.")]
-DEFAULT_ADMIN = "127.0.0.1:50052"
-
-
-def load_config(path: str, settings: list[str] | None, print_only: bool) -> Config:
-    """The checked configuration; with --print-config the command ends here. Raises ConfigError."""
-    from . import config_load
-
-    config = config_load.load(path, settings or [])
-    if print_only:
-        say(config_load.show(config))
-        raise typer.Exit(0)
-    return config
-
-
-def one_target(config: str | None, address: str | None, settings: list[str] | None, print_only: bool) -> None:
-    """Exactly one of --config and --address, that a usable address, and nothing that needs the other. Raises
-    ConfigError."""
-    from .units import split_address
-
-    if (config is None) == (address is None):
-        raise ConfigError("give either --config (start a cluster for this job) or --address (use a running one)")
-    if address is not None:
-        try:
-            split_address(address)
-        except ValueError as error:
-            raise ConfigError(f"--address: {address}: {error}") from None
-        for option, given in (("--set", bool(settings)), ("--print-config", print_only)):
-            if given:
-                raise ConfigError(f"{option} needs --config: the cluster at --address has its configuration already")
 
 
 def _show_version(wanted: bool) -> None:
@@ -105,7 +79,7 @@ def serve(
     if code is None:
         from .serve import serve as run_serve
 
-        _warn(facts.warnings)
+        warn(facts.warnings)
         code = driver.run(run_serve(loaded, facts, verbose))
     raise typer.Exit(code)
 
@@ -162,9 +136,19 @@ def generate(
     if code is None:
         from .generate import with_cluster
 
-        _warn(facts.warnings)
+        warn(facts.warnings)
         code = driver.run(with_cluster(loaded, facts, lines, as_json, report, verbose))
     raise typer.Exit(code)
+
+
+app.command(
+    epilog="Examples: baton batch questions.jsonl answers.jsonl --config configs/local.yaml ; "
+    "baton batch questions.jsonl answers.jsonl --url http://127.0.0.1:8000 --in-flight 200 --retry-failed"
+)(batch)
+app.command(
+    epilog="Examples: baton chat configs/local.yaml --local ; baton chat --address 127.0.0.1:50051 ; "
+    "echo 'What is the capital of France?' | baton chat configs/local.yaml --local --temperature 0"
+)(chat)
 
 
 @app.command(epilog="Example: baton doctor configs/local.yaml")
@@ -263,11 +247,6 @@ def role(
     from .admin import set_role
 
     raise typer.Exit(set_role(address, worker, role))
-
-
-def _warn(warnings: tuple[str, ...]) -> None:
-    for warning in warnings:
-        print(f"baton: warning: {warning}", file=sys.stderr)
 
 
 def main() -> None:

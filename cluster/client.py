@@ -127,9 +127,9 @@ class Client:
         return completion
 
 
-def as_error(error: grpc.aio.AioRpcError, address: str) -> BatonError:
-    """The error that the server meant; a connection that failed is Unavailable and names the address, a message that
-    gRPC itself found too large is not to be tried again."""
+def as_error(error: Any, address: str) -> BatonError:
+    """The error that the server meant by a failed call, asyncio's or not; a connection that failed is Unavailable and
+    names the address, a message that gRPC itself found too large is not to be tried again."""
     trailers = {key: str(value) for key, value in (error.trailing_metadata() or ())}
     message = error.details() or error.code().name
     code = trailers.get("baton-code", "")

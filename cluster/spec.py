@@ -105,6 +105,13 @@ def _engine(config: Config, role: str) -> EngineParams:
     )
 
 
+def local_engine(config: Config) -> EngineParams:
+    """The engine of one process that does the work of both pools: a decode worker's on one rank, on all cores."""
+    wanted = config.pools.decode.threads
+    cores = available_cores() if wanted == "auto" else wanted
+    return replace(_engine(config, "decode"), tensor_parallel=1, threads=cores)
+
+
 def _tls(config: Config) -> TLSFiles | None:
     """Paths as every process can open them: relative ones start at the configuration's folder."""
     files = config.kv.tls
