@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints
 
-from .units import Address, Bytes, Duration, Rate
+from .units import Address, Bytes, Cores, Duration, Rate
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -57,8 +57,9 @@ class PoolSection(Section):
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = (
-        "auto"  # of torch, per rank; auto: cores available / ranks on this machine
+        "auto"  # of torch, per rank; auto: its cores, or cores available / ranks on this machine
     )
+    cores: Cores | None = None  # 0-3,8: the ranks run on these only, each on an equal share; None: on any
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None  # tokens; None: kv.block_size
     memory: Bytes | None = None  # of the KV pool, per rank; None: kv.memory
     kv_dtype: KVDtype | None = None  # of the KV pool; None: kv.dtype

@@ -6,8 +6,8 @@ from __future__ import annotations
 from itertools import combinations
 from pathlib import Path
 
-from .config import Config
-from .units import show_bytes, show_duration, split_address
+from .config import Config, PoolSection
+from .units import show_bytes, show_cores, show_duration, split_address
 
 _ANY = {"0.0.0.0", "::"}
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -79,11 +79,27 @@ def _pools(config: Config) -> dict[str, str]:
         )
         if memory < 2**10:
             found[key] = f"is {show_bytes(memory)}, too little for a KV pool; give at least 1KiB"
+        found |= _cores(f"pools.{name}", pool)
     sizes = {"kv.frame_size": config.kv.frame_size, "router.limits.body_size": config.router.limits.body_size}
     for key, size in sizes.items():
         if not 2**10 <= size <= 2**28:
             found[key] = f"is {show_bytes(size)}, but must lie between 1KiB and 256MiB"
     return found
+
+
+def _cores(prefix: str, pool: PoolSection) -> dict[str, str]:
+    if pool.cores is None:
+        return {}
+    shown, ranks = show_cores(pool.cores), pool.replicas * pool.tensor_parallel
+    if len(pool.cores) < ranks:
+        return {f"{prefix}.cores": f"is {shown}, but the pool has {ranks} ranks; give at least one core for each"}
+    share = len(pool.cores) // ranks
+    if pool.threads != "auto" and pool.threads > share:
+        return {
+            f"{prefix}.threads": f"is {pool.threads}, but each rank has {share} of the cores {shown}; give more in "
+            f"{prefix}.cores, or auto here"
+        }
+    return {}
 
 
 def _clocks(config: Config) -> dict[str, str]:

@@ -23,7 +23,7 @@ from .model_check import ModelFacts, check_model
 from .output import results
 from .processes import available_cores
 from .reconcile import POOLS
-from .units import human_bytes, split_address
+from .units import human_bytes, show_cores, split_address
 
 if TYPE_CHECKING:
     from ..engine.model_config import ModelConfig
@@ -154,6 +154,10 @@ def _ports(config: Config) -> Iterator[Finding]:
 
 def threads(config: Config) -> Iterator[Finding]:
     """Whether the CPU ranks fit the cores."""
+    for role in POOLS:
+        if missing := set(spec.pool(config, role).cores or ()) - os.sched_getaffinity(0):
+            text = f"pools.{role}.cores: {show_cores(sorted(missing))} cannot be used on this machine"
+            yield Finding("fail", "threads", text, "name cores that this process may use (nproc, taskset)")
     cores = available_cores()
     roles = [role for role in POOLS if spec.pool(config, role).device == "cpu"]
     if not roles:

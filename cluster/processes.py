@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -75,6 +76,19 @@ def kill_descendants(timeout_s: float = 3.0) -> list[int]:
         time.sleep(0.01)
         reap()
     return left
+
+
+def bind(cores: Collection[int]) -> None:
+    """Run on these cores only: every thread of this process, and each that one of them will start.
+
+    Raises ValueError for cores that this process may not use.
+    """
+    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    if missing:
+        raise ValueError(f"cores {missing} are not among those available here, {sorted(os.sched_getaffinity(0))}")
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def available_cores() -> int:

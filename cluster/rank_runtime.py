@@ -11,6 +11,7 @@ from ..proto import failpoints
 from ..proto.errors import ConfigError
 from .child import Report
 from .early import quiet_grpc
+from .processes import bind
 from .spec import WorkerSpec, localised
 
 
@@ -18,6 +19,11 @@ def run_rank(spec: WorkerSpec, node_address: str, report: Report, stop: threadin
     """Run the leader or a follower until `stop` is set. Raises whatever ends it, ConfigError included."""
     params = spec.params
     failpoints.identify(spec.worker_id if spec.rank == 0 else f"{spec.worker_id}.{spec.rank}")
+    if spec.cores:
+        try:
+            bind(spec.cores)  # before any thread of torch or gRPC: they inherit it
+        except ValueError as error:
+            raise ConfigError(f"pools.{spec.role}.cores: {error}") from None
     quiet_grpc()  # a node of a running Ray cluster does not have our environment
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(params.engine.threads)  # before torch is imported

@@ -21,6 +21,7 @@ from ..router.params import RequestLimits, RouterParams
 from .config import Config, PoolSection
 from .processes import available_cores, threads_per_rank
 from .reconcile import POOLS, Backoff
+from .units import show_cores
 
 NODE = "node"  # the host that every rank replaces by the address of its own node
 
@@ -33,6 +34,7 @@ class WorkerSpec:
     worker_id: str
     rank: int
     leader: str
+    cores: tuple[int, ...]  # that it runs on; none named: on any
     prefill: PrefillParams | None
     decode: DecodeParams | None
 
@@ -76,14 +78,36 @@ def pool(config: Config, role: str) -> PoolSection:
 
 def threads(config: Config, role: str) -> int:
     """Torch threads of each rank of that pool."""
-    chosen = pool(config, role).threads
-    return threads_per_rank(config.ranks, available_cores()) if chosen == "auto" else chosen
+    section = pool(config, role)
+    if section.threads != "auto":
+        return section.threads
+    if section.cores is not None:
+        return threads_per_rank(section.replicas * section.tensor_parallel, len(section.cores))
+    return threads_per_rank(config.ranks, available_cores())
+
+
+def cores(config: Config, worker_id: str, rank: int) -> tuple[int, ...]:
+    """The share of its pool's cores that a rank runs on; () where none are named. Workers beyond `replicas`, started
+    by `scale`, use the shares of the first ones again."""
+    role, _, number = worker_id.rpartition("-")
+    section = pool(config, role)
+    if section.cores is None:
+        return ()
+    ranks = section.replicas * section.tensor_parallel
+    share = len(section.cores) // ranks
+    first = (int(number) * section.tensor_parallel + rank) % ranks * share
+    return section.cores[first : first + share]
 
 
 def threads_line(config: Config) -> str:
     """The threads of both pools, in words."""
-    chosen = [f"{role} {threads(config, role)}" + " (auto)" * (pool(config, role).threads == "auto") for role in POOLS]
+    chosen = [f"{role} {threads(config, role)}{_how_chosen(pool(config, role))}" for role in POOLS]
     return f"threads per rank: {', '.join(chosen)}; {available_cores()} cores, {config.ranks} ranks"
+
+
+def _how_chosen(section: PoolSection) -> str:
+    auto = " (auto)" * (section.threads == "auto")
+    return auto if section.cores is None else f"{auto} on cores {show_cores(section.cores)}"
 
 
 def _engine(config: Config, role: str) -> EngineParams:
@@ -162,7 +186,7 @@ class SpecBuilder:
             "heartbeat_s": self._config.clocks.heartbeat,
             "dead_after_s": self._config.clocks.dead_after,
         }
-        pools = self._config.pools
+        pools, own = self._config.pools, cores(self._config, worker_id, rank)
         if role == "decode":
             decode = DecodeParams(
                 **shared,
@@ -170,7 +194,7 @@ class SpecBuilder:
                 reserve_wait_s=self._config.clocks.reserve,
                 commit_timeout_s=self._config.clocks.commit,
             )
-            return WorkerSpec(role, worker_id, rank, leader, None, decode)
+            return WorkerSpec(role, worker_id, rank, leader, own, None, decode)
         prefill = PrefillParams(
             **shared,
             max_batch_tokens=pools.prefill.max_batch_tokens,
@@ -179,7 +203,7 @@ class SpecBuilder:
             fetch_min_tokens=self._config.kv.fetch_min_tokens,
             fetch_timeout_s=self._config.clocks.fetch,
         )
-        return WorkerSpec(role, worker_id, rank, leader, prefill, None)
+        return WorkerSpec(role, worker_id, rank, leader, own, prefill, None)
 
 
 def router_params(config: Config, name: str, membership_address: str) -> RouterParams:

@@ -1,9 +1,10 @@
-"""Human units of the configuration: `1GiB`, `250ms`, `2/s`, `host:port`; parsed here and printed back the same way."""
+"""Human units of the configuration: `1GiB`, `250ms`, `2/s`, `host:port`, cores `0-3,8`; parsed here and printed back
+the same way."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -96,6 +97,29 @@ def parse_flops(value: object) -> float:
     return float(match[1]) * {"G": 1e9, "T": 1e12, "P": 1e15}[match[2]]
 
 
+def parse_cores(value: object) -> tuple[int, ...]:
+    """`0-3,8` or one number, as taskset writes CPUs -> their numbers in the order written. Raises ValueError."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*", text):
+        raise ValueError("expected cores such as 3, 0-3 or 0-3,8")
+    ranges = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    cores = tuple(core for ends in ranges for core in range(ends[0], ends[-1] + 1))
+    if any(ends[0] > ends[-1] for ends in ranges) or len(set(cores)) < len(cores):
+        raise ValueError("expected each core once, and ranges that ascend, such as 0-3,8")
+    return cores
+
+
+def show_cores(value: Sequence[int]) -> str:
+    """The inverse of `parse_cores`: neighbours as ranges."""
+    ranges: list[list[int]] = []
+    for core in value:
+        if ranges and ranges[-1][1] == core - 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+
+
 def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port` -> (host, port). Raises ValueError."""
     host, colon, port = address.rpartition(":")
@@ -114,4 +138,5 @@ Duration = Annotated[float, BeforeValidator(parse_duration), Unit(show_duration)
 Rate = Annotated[float, BeforeValidator(parse_rate), Unit(show_rate)]
 Bandwidth = Annotated[float, BeforeValidator(parse_bandwidth)]
 Flops = Annotated[float, BeforeValidator(parse_flops)]
+Cores = Annotated[tuple[int, ...], BeforeValidator(parse_cores), Unit(show_cores)]
 Address = Annotated[str, AfterValidator(_check_address)]
