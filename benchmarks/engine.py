@@ -4,6 +4,11 @@
 
 Prefill is compared with the best matrix product of the model's largest layer (2 FLOPs per weight and token), decode
 with reading every weight and the batch's KV once at the machine's read bandwidth. Medians after a warm-up.
+
+Beside other engines in the same run (engine_compare.py), on the same weights and prompts:
+
+    --peer-python VENV/bin/python --peer-model DIR   vLLM's CPU build on DIR, a Hugging Face directory, one core each
+    --llama-bench PATH --llama-model FILE.gguf       llama.cpp's llama-bench, two threads each
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from baton.benchmarks import engine_compare
 from baton.engine.paged_kv import DTYPES
 from baton.engine.params import EngineParams
 from baton.engine.ranks import SingleRank
@@ -38,14 +44,14 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def load(model: str, dtype: str) -> Runner:
-    """One rank, one thread, room for the largest case."""
-    blocks = max(batch * (context // BLOCK + 1) for batch, context in BATCHES)
+def load(model: str, dtype: str, threads: int = 1) -> Runner:
+    """One rank, room for the largest case."""
+    blocks = max(batch * (-(-(context + engine_compare.NEW) // BLOCK)) for batch, context in BATCHES)
     params = EngineParams(
         model_path=model,
         dtype=dtype,
         device="cpu",
-        threads=1,
+        threads=threads,
         block_size=BLOCK,
         kv_blocks=blocks,
         kv_bytes=0,
@@ -90,35 +96,53 @@ def steps(batch: int, start: int, tokens: int) -> list[SequenceStep]:
     ]
 
 
-def main() -> None:
+def against_limits(runner: Runner, model: str, dtype_name: str, repeats: int) -> None:
     """Prints the limits, then one row for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    runner = load(args.model, args.dtype)
-    dtype, config = DTYPES[args.dtype], runner.config
+    dtype, config = DTYPES[dtype_name], runner.config
     weights = layer_weights(runner)
-    flops, bandwidth = product_rate(runner, dtype, args.repeats), read_bandwidth(args.repeats)
-    print(f"{args.model} {args.dtype}, 1 thread: product {flops / 1e9:.0f} GFLOP/s, read {bandwidth / 1e9:.1f} GB/s")
+    flops, bandwidth = product_rate(runner, dtype, repeats), read_bandwidth(repeats)
+    print(f"{model} {dtype_name}, 1 thread: product {flops / 1e9:.0f} GFLOP/s, read {bandwidth / 1e9:.1f} GB/s")
 
     def ignore(low: int, high: int) -> None:
         """Nobody waits for the layers."""
 
     for tokens in PROMPTS:
-        took = seconds(partial(runner.prefill, steps(1, 0, tokens), ignore), args.repeats)
+        took = seconds(partial(runner.prefill, steps(1, 0, tokens), ignore), repeats)
         rate, limit = tokens / took, flops / (2 * weights)
         print(f"prefill {tokens:5} tokens: {rate:7.0f} tokens/s, {rate / limit:4.0%} of the product rate")
     kv_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
     for batch, context in BATCHES:
         plan = steps(batch, context - 1, 1)
-        took = seconds(partial(runner.decode, plan), args.repeats)
+        took = seconds(partial(runner.decode, plan), repeats)
         read = (weights + config.hidden * config.vocab_size) * dtype.itemsize + batch * context * kv_token
         print(
             f"decode batch {batch:3}, context {context:5}: {batch / took:6.0f} tokens/s, {took * 1e3:6.1f} ms a step, "
             f"{read / took / bandwidth:4.0%} of the read bandwidth"
         )
+
+
+def main() -> None:
+    """Prints what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peer-python")
+    parser.add_argument("--peer-model")
+    parser.add_argument("--llama-bench")
+    parser.add_argument("--llama-model")
+    args = parser.parse_args()
+    if (args.peer_python is None) != (args.peer_model is None):
+        parser.error("--peer-python and --peer-model go together")
+    if (args.llama_bench is None) != (args.llama_model is None):
+        parser.error("--llama-bench and --llama-model go together")
+    runner = load(args.model, args.dtype)
+    against_limits(runner, args.model, args.dtype, args.repeats)
+    if args.peer_python:
+        engine_compare.against_peer(runner, args.peer_python, args.peer_model, args.repeats)
+    if args.llama_bench:
+        two = load(args.model, args.dtype, threads=2)
+        engine_compare.against_llama(two, args.llama_bench, args.llama_model, args.repeats)
 
 
 if __name__ == "__main__":

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from baton.benchmarks.kv_transfer import alone_s
 from baton.cluster import config_load
 from baton.cluster.client import Client, Completion
 from baton.cluster.config import Config
-from baton.cluster.deployment import Deployment, running
+from baton.cluster.deployment import running
 from baton.cluster.driver import run
 from baton.proto import baton_pb2 as api
 
@@ -36,8 +34,8 @@ _OUTPUT = 12
 _SETTINGS = (
     "cluster.launcher=process",
     "engine.prefix_cache=false",
-    "pools.prefill.threads=1",
-    "pools.decode.threads=1",
+    "pools.prefill.cores=0",
+    "pools.decode.cores=1",
     "router.grpc=127.0.0.1:0",
     "router.http=127.0.0.1:0",
     "router.admin=127.0.0.1:0",
@@ -60,19 +58,6 @@ class Row:
     ttft_ratio: float
     prefill_s: float
     step_s: float
-
-
-def pin(pid: int, core: int) -> None:
-    """All threads of a process, and those that they start later."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), {core})
-
-
-def pin_workers(deployment: Deployment) -> None:
-    """One core for each pool."""
-    for core, role in enumerate(("prefill", "decode")):
-        for member in deployment.controller.feed.view.ready(role):
-            pin(member.pid, core)
 
 
 async def measure(client: Client, tokens: int, repeats: int, transfer_s: float) -> Row:
@@ -137,7 +122,6 @@ async def main(config: Config, arguments: argparse.Namespace) -> int:
         running(config, "overlap", lambda *_: None) as deployment,
         Client(deployment.endpoints["grpc"]) as client,
     ):
-        pin_workers(deployment)
         for tokens in arguments.tokens:
             rows.append(await measure(client, tokens, arguments.repeats, alone[tokens]))
             if not arguments.json:
