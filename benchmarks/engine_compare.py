@@ -27,7 +27,8 @@ Side = Callable[[Sequence[list[int]], int], float]
 
 PREFILLS = ((1, 128), (1, 1024))  # sequences, prompt tokens
 DECODES = ((1, 128), (8, 128), (32, 128), (64, 128), (1, 1024), (8, 1024))
-CHUNK = 512  # prompt tokens of one of our steps, as in a prefill worker
+CHUNK = 512  # prompt tokens of one of our steps, as in a prefill worker; a batch is prefilled at once, so that all of
+# its sequences decode side by side from the first token on
 NEW = 32
 CORE = 0
 
@@ -39,8 +40,9 @@ def ours(runner: Runner) -> Side:
 
     def generate(prompts: Sequence[list[int]], new: int) -> float:
         sampling = replace(DRAWN_BY_LEADER.params, max_tokens=new)
+        chunk = CHUNK if len(prompts) == 1 else sum(map(len, prompts))
         started = time.perf_counter()
-        engine.generate([(prompt, sampling) for prompt in prompts], CHUNK, len(prompts))
+        engine.generate([(prompt, sampling) for prompt in prompts], chunk, len(prompts))
         return time.perf_counter() - started
 
     return generate
