@@ -50,6 +50,7 @@ def load(model: str, dtype: str, threads: int = 1) -> Runner:
     params = EngineParams(
         model_path=model,
         dtype=dtype,
+        quantization="none",
         device="cpu",
         threads=threads,
         block_size=BLOCK,

@@ -15,7 +15,7 @@ _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 def mistakes(config: Config) -> dict[str, str]:
     """Dotted key -> what is wrong with its value beside the others."""
-    return _ports(config) | _launcher(config) | _transport(config) | _pools(config) | _clocks(config)
+    return _ports(config) | _launcher(config) | _model(config) | _transport(config) | _pools(config) | _clocks(config)
 
 
 def _ports(config: Config) -> dict[str, str]:
@@ -49,6 +49,17 @@ def _launcher(config: Config) -> dict[str, str]:
             "cluster.launcher": f"is process, which starts processes on this machine only, but cluster.address is "
             f"{cluster.address}; use ray"
         }
+    return {}
+
+
+def _model(config: Config) -> dict[str, str]:
+    model, devices = config.model, (config.pools.prefill.device, config.pools.decode.device)
+    if model.quantization == "none":
+        return {}
+    if model.dtype != "bfloat16":
+        return {"model.quantization": f"is {model.quantization}, which needs model.dtype bfloat16, not {model.dtype}"}
+    if "cuda" in devices:
+        return {"model.quantization": f"is {model.quantization}, which runs on CPUs only, but a pool has device cuda"}
     return {}
 
 

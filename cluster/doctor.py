@@ -85,7 +85,15 @@ def _model(config: Config, facts: ModelFacts) -> Iterator[Finding]:
         kv = pool.memory if pool.memory is not None else config.kv.memory
         ranks = pool.tensor_parallel
         plans = [
-            Weights.open(facts.source, model, DTYPES[config.model.dtype], rank, ranks, lambda done, total: None)
+            Weights.open(
+                facts.source,
+                model,
+                DTYPES[config.model.dtype],
+                config.model.quantization,
+                rank,
+                ranks,
+                lambda done, total: None,
+            )
             for rank in range(ranks)
         ]
         peak = max(weights.memory_plan().peak for weights in plans)

@@ -115,6 +115,7 @@ def _engine(config: Config, role: str) -> EngineParams:
     return EngineParams(
         model_path=config.model_path,
         dtype=config.model.dtype,
+        quantization=config.model.quantization,
         device=section.device,
         threads=threads(config, role),
         block_size=section.block_size if section.block_size is not None else config.kv.block_size,

@@ -1,4 +1,8 @@
-"""Linear layers on a CPU: plain, prepacked, or prepacked in row tiles whose results do not depend on the batch.
+"""Linear layers on a CPU: our own C where it is the fastest, else plain, prepacked, or prepacked in row tiles.
+
+The C kernels (kernels/linear.py) take every number of rows and give a row the same bits whatever comes with it; they
+read weights at the core's bandwidth and come within a few percent of oneDNN's rate at many rows. Only where the
+processor has matrix tiles (AMX) is oneDNN several times faster, and takes bfloat16. Quantised weights are theirs alone.
 
 oneDNN chooses how to block the inner dimension by the number of rows, so a row's bits may depend on how many rows
 come with it. `TiledLinear` calls it with a few fixed row counts only, and only with those that were measured, on this
@@ -12,6 +16,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..kernels.linear import bf16_linear, int4_linear, int8_linear
+from ..kernels.native import library
+from .quantized import Int4Weight, Int8Weight, Weight
 
 Linear = Callable[[Tensor], Tensor]  # [rows, inputs] -> [rows, outputs]
 
@@ -31,8 +39,23 @@ class Packing:
         self._invariant = batch_invariant
         self._found: dict[tuple[int, int, bool], tuple[int, tuple[int, ...]]] = {}
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """The layer for `weight` [outputs, inputs] and `bias` [outputs], in the weight's dtype and on its device."""
+    def pads(self, dtype: torch.dtype) -> bool:
+        """Whether layers of that dtype on a CPU run best with `padded_rows`."""
+        return self._invariant and dtype == torch.bfloat16 and not _native_is_best()
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """The layer for `weight` [outputs, inputs] and `bias` [outputs], in the weight's dtype and on its device.
+
+        A quantised weight takes and gives bfloat16; without the C library it is a bfloat16 weight from here on.
+        """
+        if library() is None and not isinstance(weight, Tensor):
+            weight = weight.dequantize().bfloat16()
+        if isinstance(weight, Int8Weight):
+            return int8_linear(weight.codes, weight.scales, bias)
+        if isinstance(weight, Int4Weight):
+            return int4_linear(weight.codes, weight.scales, weight.minima, bias)
+        if _is_native(weight):
+            return bf16_linear(weight, bias)
         if not _packs(weight):
             return self._plain(weight, bias)
         if not self._invariant:
@@ -43,9 +66,9 @@ class Packing:
         pack_for, counts = self._found[key]
         return TiledLinear(PackedLinear(weight, bias, pack_for), counts)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight) -> Linear:
         """Like `linear`, for a weight that is too large to try out packings, and that few rows need at a time."""
-        if _packs(weight) and self._invariant:
+        if isinstance(weight, Tensor) and _packs(weight) and self._invariant and not _is_native(weight):
             return TiledLinear(PackedLinear(weight, None, _REFERENCE), (_REFERENCE,))
         return self.linear(weight, None)
 
@@ -53,6 +76,17 @@ class Packing:
         plain = PlainLinear(weight, bias)
         reduced = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
         return TiledLinear(plain, (_REFERENCE,)) if reduced and self._invariant else plain
+
+
+def _native_is_best() -> bool:
+    """Whether our own kernels take bfloat16: they are here, and oneDNN would not run on AMX."""
+    amx: bool = torch.cpu._is_amx_tile_supported()
+    return library() is not None and not amx
+
+
+def _is_native(weight: Tensor) -> bool:
+    pairs = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
+    return pairs and _native_is_best()
 
 
 def _packs(weight: Tensor) -> bool:

@@ -22,6 +22,7 @@ from .linear import Linear, Packing, padded_rows
 from .model_config import ModelConfig
 from .paged_kv import PagedKV
 from .params import EngineParams
+from .quantized import Weight, full, quantize
 from .ranks import RankGroup
 from .rope import inverse_frequencies
 from .weights import LayerWeights, Weights
@@ -65,19 +66,21 @@ class Model:
         self._layer_group = params.layer_group
         self._owned = shard.shard
         self._packing = Packing(params.batch_invariant)
-        self._padded = params.batch_invariant and params.device == "cpu" and shard.dtype == torch.bfloat16
+        self._padded = params.device == "cpu" and self._packing.pads(shard.dtype)
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self._device)
         self._embedding = shard.embedding().to(self._device)
         self._layers = [self._prepare(shard.layer(index)) for index in range(config.layers)]
         self._norm = shard.final_norm().to(self._device)
         head = shard.head()
-        self._head = self._packing.head(self._embedding if head is None else head.to(self._device))
+        head = self._embedding if head is None else head.to(self._device)
+        self._head = self._packing.head(quantize(head, "none" if params.quantization == "none" else "w8a8"))
         self._logits = torch.empty(0, config.vocab_size, device=self._device)
 
     def _prepare(self, weights: LayerWeights) -> _Layer:
-        def linear(weight: Tensor, bias: Tensor | None) -> Linear:
-            moved = None if bias is None else bias.to(self._device)
-            return self._packing.linear(weight.to(self._device), moved)
+        def linear(weight: Weight, bias: Tensor | None) -> Linear:
+            on_cpu = self._device.type == "cpu"
+            placed = weight if on_cpu else full(weight).to(self._device, self._embedding.dtype)
+            return self._packing.linear(placed, None if bias is None else bias.to(self._device))
 
         def vector(weight: Tensor | None) -> Tensor | None:
             return None if weight is None else weight.to(self._device)

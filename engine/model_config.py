@@ -14,6 +14,7 @@ from ..proto.errors import ConfigError
 from ..text import gguf_metadata
 from ..text.source import ModelSource
 from . import rope as rotary
+from .checkpoint_format import checkpoint_format
 from .rope import RopeConfig
 
 ARCHITECTURES = {
@@ -131,9 +132,7 @@ def _refuse_unsupported(fields: Mapping[str, Any], arch: str) -> None:
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"unsupported hidden_act {activation!r}; supported: silu")
-    if fields.get("quantization_config"):
-        method = fields["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(f"unsupported quantization_config (quant_method {method!r})")
+    checkpoint_format(fields)
     window = fields.get("sliding_window", 4096 if arch == "mistral" else None)  # Mistral's default is a window
     if arch in ("qwen2", "qwen3") and not fields.get("use_sliding_window", False):
         window = None

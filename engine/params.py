@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Device = Literal["cpu", "cuda"]
+Quantization = Literal["none", "w8a8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class EngineParams:
 
     model_path: str  # bundled name, Hugging Face directory or .gguf file
     dtype: str  # float32 | bfloat16
+    quantization: Quantization  # of the linear layers' weights; w8a8 and int4: on a CPU, with bfloat16
     device: Device
     threads: int  # of torch, per rank
     block_size: int  # tokens

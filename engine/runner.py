@@ -48,7 +48,9 @@ class Runner:
         source = resolve(params.model_path)
         self.config = load_config(source)
         dtype = DTYPES[params.dtype]
-        weights = Weights.open(source, self.config, dtype, group.rank, params.tensor_parallel, progress)
+        weights = Weights.open(
+            source, self.config, dtype, params.quantization, group.rank, params.tensor_parallel, progress
+        )
         self.max_model_len = _max_model_len(params, self.config)
         self.layout = _layout(params, self.config, weights.fingerprint)
         self.blocks = _pool_blocks(params, self.layout)
@@ -123,6 +125,11 @@ def _check(params: EngineParams) -> None:
     """What can be refused before anything is read."""
     if params.dtype not in _MODEL_DTYPES:
         raise ConfigError(f"model.dtype: {params.dtype!r} is not one of {', '.join(_MODEL_DTYPES)}")
+    if params.quantization != "none" and (params.dtype != "bfloat16" or params.device != "cpu"):
+        raise ConfigError(
+            f"model.quantization: {params.quantization} needs model.dtype bfloat16 and device cpu, not {params.dtype} "
+            f"and {params.device}"
+        )
     if params.kv_dtype not in ("auto", *DTYPES):
         raise ConfigError(f"kv.dtype: {params.kv_dtype!r} is not one of auto, {', '.join(DTYPES)}")
     if params.device == "cuda" and not torch.cuda.is_available():

@@ -9,6 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .params import Quantization
+from .quantized import Int4Weight, Int8Weight
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -37,4 +40,12 @@ class TensorStore(Protocol):
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop), as float32, float16 or bfloat16. Of q and k projections only whole heads."""
+        ...
+
+    def is_quantized(self, name: str, wanted: Quantization) -> bool:
+        """Whether the tensor is stored in bits that an engine with that quantisation computes with as they are."""
+        ...
+
+    def read_quantized(self, name: str, start: int, stop: int) -> Int8Weight | Int4Weight:
+        """Like `read`, in the bits of the file; of tensors that are stored so."""
         ...

@@ -19,12 +19,16 @@ from torch import Tensor
 
 from ..proto.errors import ConfigError
 from ..text.source import ModelSource
+from .checkpoint_format import stored_format
 from .linear import PROBE_BYTES
 from .model_config import ModelConfig
+from .params import Quantization
 from .partition import Range, head_ranges, query_ranges, split
+from .quantized import BYTES, GROUP, Weight, join, quantize
 from .tensor_store import TensorStore
 from .weights_gguf import GGUFStore
 from .weights_hf import SafetensorsStore
+from .weights_quantized import QuantizedStore
 
 Progress = Callable[[int, int], None]
 _CHUNK_BYTES = 4 << 20  # of float32, while a tensor is converted (and a few times that inside the conversion)
@@ -35,19 +39,20 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, cut for one rank. Linear weights are [outputs, inputs]; biases of split sums are on rank 0 only."""
+    """One layer, cut for one rank. Linear weights are [outputs, inputs], quantised where the engine's settings say so;
+    biases of split sums are on rank 0 only."""
 
     attention_norm: Tensor
-    qkv: Tensor  # the rank's query heads, then its key heads, then its value heads
+    qkv: Weight  # the rank's query heads, then its key heads, then its value heads
     qkv_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
+    output: Weight
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor  # the rank's gate rows, then its up rows
+    gate_up: Weight  # the rank's gate rows, then its up rows
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
 
 
@@ -87,12 +92,21 @@ class MemoryPlan:
 class Weights:
     """The reader of one rank."""
 
-    def __init__(self, config: ModelConfig, store: TensorStore, shard: Shard, dtype: torch.dtype, report: Progress):
+    def __init__(
+        self,
+        config: ModelConfig,
+        store: TensorStore,
+        shard: Shard,
+        dtype: torch.dtype,
+        quantization: Quantization,
+        report: Progress,
+    ):
         """`report(done, total)` gets bytes of the files. Raises ConfigError: missing, extra or misshapen tensors."""
         _check_tensors(config, store)
         self.config = config
         self.shard = shard
         self.dtype = dtype
+        self._quantization = quantization
         self._store = store
         self._report = report
         self._done = 0
@@ -100,17 +114,34 @@ class Weights:
 
     @staticmethod
     def open(
-        source: ModelSource, config: ModelConfig, dtype: torch.dtype, rank: int, ranks: int, report: Progress
+        source: ModelSource,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        quantization: Quantization,
+        rank: int,
+        ranks: int,
+        report: Progress,
     ) -> Weights:
         """The weights of `source` for one of `ranks` ranks; only headers are read here. Raises ConfigError."""
         store: TensorStore
-        store = GGUFStore(source.path, config.head_dim) if source.kind == "gguf" else SafetensorsStore(source.path)
-        return Weights(config, store, Shard.of(config, rank, ranks), dtype, report)
+        form = None if source.kind == "gguf" else stored_format(source.path)
+        if source.kind == "gguf":
+            store = GGUFStore(source.path, config.head_dim)
+        elif form is None:
+            store = SafetensorsStore(source.path, integers=False)
+        elif quantization in ("none", form.quantization):
+            store = QuantizedStore(source.path, form)
+        else:
+            raise ConfigError(
+                f"model.quantization: {quantization}, but {source.path} is quantised as {form.quantization} already; "
+                f"use none or {form.quantization}"
+            )
+        return Weights(config, store, Shard.of(config, rank, ranks), dtype, quantization, report)
 
     @property
     def fingerprint(self) -> str:
         """Of the whole model, whatever the tensor parallelism: settings, names, shapes and samples of the bytes."""
-        digest = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(self._quantization.encode(), digest_size=16)
         digest.update(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
         for name in sorted(_expected(self.config)):
             tensor = self._store.tensors[name]
@@ -129,6 +160,8 @@ class Weights:
         layer = self._layer_elements() * unit
         copies = 1 if config.tied and self.dtype == torch.float32 else 2
         resident = copies * vocab + config.layers * layer
+        if self._quantization != "none":
+            resident = vocab + vocab // unit + int(config.layers * layer / unit * BYTES[self._quantization])
         mlp = 2 * (shard.mlp[1] - shard.mlp[0]) * config.hidden * unit
         packing = PROBE_BYTES + 3 * mlp if self.dtype == torch.bfloat16 else 0
         loose = max(layer, 0 if config.tied else vocab)  # read, and not yet packed
@@ -162,28 +195,48 @@ class Weights:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         qkv = [(attention + "q_proj", query), (attention + "k_proj", kv), (attention + "v_proj", kv)]
         gate_up = [(mlp + "gate_proj", shard.mlp), (mlp + "up_proj", shard.mlp)]
-        leading = shard.rank == 0
+        hidden, leading = (0, config.hidden), shard.rank == 0
         return LayerWeights(
             attention_norm=self._vector(prefix + "input_layernorm.weight", None),
-            qkv=self._fused(qkv),
+            qkv=self._linear(qkv, hidden),
             qkv_bias=self._fused_bias(qkv) if config.attention_bias else None,
             query_norm=self._vector(attention + "q_norm.weight", None) if config.qk_norm else None,
             key_norm=self._vector(attention + "k_norm.weight", None) if config.qk_norm else None,
-            output=self._columns(attention + "o_proj.weight", query),
+            output=self._linear([(attention + "o_proj", hidden)], query),
             output_bias=self._vector(attention + "o_proj.bias", None) if config.output_bias and leading else None,
             mlp_norm=self._vector(prefix + "post_attention_layernorm.weight", None),
-            gate_up=self._fused(gate_up),
+            gate_up=self._linear(gate_up, hidden),
             gate_up_bias=self._fused_bias(gate_up) if config.mlp_bias else None,
-            down=self._columns(mlp + "down_proj.weight", shard.mlp),
+            down=self._linear([(mlp + "down_proj", hidden)], shard.mlp),
             down_bias=self._vector(mlp + "down_proj.bias", None) if config.mlp_bias and leading else None,
         )
 
-    def _fused(self, parts: Sequence[tuple[str, Range]]) -> Tensor:
-        out = torch.empty(sum(stop - start for _, (start, stop) in parts), self.config.hidden, dtype=self.dtype)
+    def _linear(self, parts: Sequence[tuple[str, Range]], columns: Range) -> Weight:
+        """The outputs of all parts with the inputs `columns`, as the engine computes with them."""
+        if not any(self._keeps(name, columns) for name, _ in parts):
+            return quantize(self._plain(parts, columns), self._quantization)
+        return join([self._part(name, rows, columns) for name, rows in parts])
+
+    def _part(self, name: str, rows: Range, columns: Range) -> Weight:
+        if not self._keeps(name, columns):
+            return quantize(self._plain([(name, rows)], columns), self._quantization)
+        tensor = self._store.tensors[f"{name}.weight"]
+        self._advance((rows[1] - rows[0]) * tensor.row_bytes)
+        return self._store.read_quantized(f"{name}.weight", *rows).columns(*columns)
+
+    def _keeps(self, name: str, columns: Range) -> bool:
+        """Whether the weight stays in the bits that the checkpoint has it in. Never in float32: that is for oracles."""
+        if self.dtype != torch.bfloat16 or not self._store.is_quantized(f"{name}.weight", self._quantization):
+            return False
+        return all(edge % GROUP == 0 for edge in columns)
+
+    def _plain(self, parts: Sequence[tuple[str, Range]], columns: Range) -> Tensor:
+        total = sum(stop - start for _, (start, stop) in parts)
+        out = torch.empty(total, columns[1] - columns[0], dtype=self.dtype)
         at = 0
         for name, rows in parts:
             size = rows[1] - rows[0]
-            self._fill(out[at : at + size], f"{name}.weight", rows, (0, self.config.hidden))
+            self._fill(out[at : at + size], f"{name}.weight", rows, columns)
             at += size
         return out
 
@@ -193,11 +246,6 @@ class Weights:
     def _rows(self, name: str, rows: Range) -> Tensor:
         out = torch.empty(rows[1] - rows[0], self.config.hidden, dtype=self.dtype)
         self._fill(out, name, rows, (0, self.config.hidden))
-        return out
-
-    def _columns(self, name: str, columns: Range) -> Tensor:
-        out = torch.empty(self.config.hidden, columns[1] - columns[0], dtype=self.dtype)
-        self._fill(out, name, (0, self.config.hidden), columns)
         return out
 
     def _vector(self, name: str, rows: Range | None) -> Tensor:

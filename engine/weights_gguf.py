@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..proto.errors import ConfigError
 from ..text import gguf_metadata
+from .params import Quantization
+from .quantized import GROUP, Int4Weight
 from .tensor_store import StoredTensor
 
 _LAYER_PARTS = {
@@ -36,6 +38,7 @@ _ROOT_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROOT = re.compile(r"(\w+)\.(weight|bias)")
 _SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_BLOCK_HEADS = {"Q4_0": 1, "Q4_1": 2}  # float16 numbers before the codes of a block: its scale, and its minimum
 _KINDS = {int(gguf.GGMLQuantizationType[name]): name for name in _SUPPORTED}
 
 
@@ -66,9 +69,30 @@ class GGUFStore:
             data = data.reshape(rows, row)
         values = torch.from_numpy(np.ascontiguousarray(gguf.dequantize(data, kind), dtype=np.float32))
         values = values.view(rows, *tensor.shape[1:])
-        if self._interleaved and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
-            return halves_from_pairs(values, self._head_dim)
-        return values
+        return halves_from_pairs(values, self._head_dim) if self._is_rotated(name) else values
+
+    def is_quantized(self, name: str, wanted: Quantization) -> bool:
+        """Blocks of 32 4-bit codes are those of `int4`."""
+        return wanted == "int4" and self.tensors[name].kind in _BLOCK_HEADS
+
+    def read_quantized(self, name: str, start: int, stop: int) -> Int4Weight:
+        """Rows [start, stop) of a Q4_0 or Q4_1 tensor in the order of Transformers, not a bit changed."""
+        tensor, rows = self.tensors[name], stop - start
+        head = _BLOCK_HEADS[tensor.kind]
+        data = np.fromfile(
+            tensor.file, np.uint8, rows * tensor.row_bytes, offset=tensor.offset + start * tensor.row_bytes
+        )
+        blocks = torch.from_numpy(data).view(rows, -1, 2 * head + GROUP // 2)
+        nibbles = blocks[:, :, 2 * head :]
+        codes = torch.cat((nibbles & 15, nibbles >> 4), dim=2).view(rows, -1)
+        numbers = blocks[:, :, : 2 * head].contiguous().view(torch.float16).unbind(2)
+        weight = Int4Weight(codes, numbers[0], numbers[1] if head > 1 else None)
+        if self._is_rotated(name):
+            return weight.rows(halves_from_pairs(torch.arange(rows), self._head_dim))
+        return weight
+
+    def _is_rotated(self, name: str) -> bool:
+        return self._interleaved and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name)
 
 
 def huggingface_name(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,25 @@ import torch
 from torch import Tensor
 
 from ..proto.errors import ConfigError
+from .params import Quantization
+from .quantized import Int4Weight, Int8Weight
 from .tensor_store import StoredTensor
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+_NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_KINDS = {**_NUMBERS, **INTEGERS}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format
 
 
 class SafetensorsStore:
     """The tensors of one directory."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises ConfigError naming the files when one is missing, cut, damaged, or at odds with the index."""
+    def __init__(self, directory: Path, integers: bool) -> None:
+        """`integers`: whether there may be tensors of integers.
+
+        Raises ConfigError naming the files when one is missing, cut, damaged, or at odds with the index.
+        """
         index = directory / _INDEX
         if index.is_file():
             self.tensors: Mapping[str, StoredTensor] = _from_index(directory, index)
@@ -33,6 +40,9 @@ class SafetensorsStore:
             others = sorted(path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".bin"))
             found = f"; found {', '.join(others)}" if others else ""
             raise ConfigError(f"{directory} holds neither {_SINGLE} nor {_INDEX}{found}")
+        for name, tensor in self.tensors.items():
+            if tensor.kind in INTEGERS and not integers:
+                raise ConfigError(_unsupported(tensor.file, name, tensor.kind, _NUMBERS))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) as stored."""
@@ -41,6 +51,14 @@ class SafetensorsStore:
         row = tensor.row_bytes
         data = np.fromfile(tensor.file, np.uint8, (stop - start) * row, offset=tensor.offset + start * row)
         return torch.from_numpy(data).view(kind).view(stop - start, *tensor.shape[1:])
+
+    def is_quantized(self, name: str, wanted: Quantization) -> bool:
+        """Never: these are checkpoints of plain numbers."""
+        return False
+
+    def read_quantized(self, name: str, start: int, stop: int) -> Int8Weight | Int4Weight:
+        """Raises LookupError: there are none."""
+        raise LookupError(f"{name} is not quantised")
 
 
 def _from_index(directory: Path, index: Path) -> dict[str, StoredTensor]:
@@ -103,7 +121,11 @@ def _entry(path: Path, base: int, name: str, fields: Mapping[str, Any]) -> Store
     begin, end = (int(offset) for offset in fields["data_offsets"])
     kind = str(fields["dtype"])
     if kind not in _KINDS:
-        raise ConfigError(f"{path}: tensor {name} has unsupported dtype {kind}; supported: {', '.join(_KINDS)}")
+        raise ConfigError(_unsupported(path, name, kind, _KINDS))
     if not shape or min(shape) < 1 or end - begin != int(np.prod(shape)) * _KINDS[kind].itemsize:
         raise ConfigError(f"{path}: tensor {name} of shape {list(shape)} and dtype {kind} has {end - begin} bytes")
     return StoredTensor(name, shape, kind, path, base + begin, end - begin)
+
+
+def _unsupported(path: Path, name: str, kind: str, known: Iterable[str]) -> str:
+    return f"{path}: tensor {name} has unsupported dtype {kind}; supported: {', '.join(known)}"

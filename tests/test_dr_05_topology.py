@@ -53,6 +53,23 @@ def test_each_mistake_is_refused(text: str, expected: str) -> None:
     assert expected in mistakes(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("quantization: w4a8", "model.quantization: is w4a8, but must be none, w8a8 or int4"),
+        (
+            "quantization: int4, dtype: float32",
+            "model.quantization: is int4, which needs model.dtype bfloat16, not float32",
+        ),
+        ("quantization: w8a8}\npools: {decode: {device: cuda}", "model.quantization: is w8a8, which runs on CPUs only"),
+    ],
+)
+def test_quantisation_that_cannot_run_is_refused(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_load.build(yaml_tree.parse(f"model: {{path: m, {text}}}\n", "c.yaml"), Path())
+    assert expected in str(caught.value)
+
+
 def test_port_0_is_never_a_conflict() -> None:
     text = "model: {path: m}\nrouter: {grpc: '127.0.0.1:0', http: '127.0.0.1:0', admin: '127.0.0.1:0'}"
     config_load.build(yaml_tree.parse(text, "c.yaml"), Path())

@@ -1,4 +1,4 @@
-"""Prepacked linears: the same bits for a row whatever comes with it."""
+"""Linears by oneDNN, as with AMX or without a C library: the same bits for a row whatever comes with it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from baton.engine.linear import ROW_COUNTS, PackedLinear, Packing, PlainLinear, TiledLinear, cover, padded_rows
+from baton.kernels.linear import NativeLinear
+from baton.kernels.native import library
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536), (320, 64), (640, 576), (96, 40), (5000, 72), (97, 33)]
+
+
+@pytest.fixture(autouse=True)
+def _onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.engine.linear._native_is_best", lambda: False)
 
 
 def _weight(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
@@ -39,9 +46,17 @@ def test_equal_shapes_are_packed_alike() -> None:
     assert first.counts == second.counts
 
 
-def test_which_layer_for_which_weight() -> None:
+def test_which_layer_for_which_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Packing(batch_invariant=True).pads(torch.bfloat16)
     assert isinstance(Packing(batch_invariant=True).linear(_weight(64, 64).float(), None), PlainLinear)
     assert isinstance(Packing(batch_invariant=False).linear(_weight(64, 64), None), PackedLinear)
+    if library() is not None:
+        monkeypatch.setattr("baton.engine.linear._native_is_best", lambda: True)
+        assert not Packing(batch_invariant=True).pads(torch.bfloat16)
+        for packing in (Packing(batch_invariant=True), Packing(batch_invariant=False)):
+            assert isinstance(packing.linear(_weight(64, 64), None), NativeLinear)
+            assert isinstance(packing.head(_weight(64, 64)), NativeLinear)
+            assert not isinstance(packing.linear(_weight(64, 33), None), NativeLinear)
 
 
 def test_without_packed_products_rows_are_still_independent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from baton.engine.model_config import load_config
+from baton.engine.quantized import full
 from baton.engine.weights import Weights
 from baton.proto.errors import ConfigError
 from baton.tests.harness.model_rig import silent
@@ -19,7 +20,7 @@ from baton.text.source import resolve
 
 def _open(path: Path, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32) -> Weights:
     source = resolve(str(path))
-    return Weights.open(source, load_config(source), dtype, rank, ranks, silent)
+    return Weights.open(source, load_config(source), dtype, "none", rank, ranks, silent)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -31,7 +32,7 @@ def test_progress_ends_at_its_total(tmp_path: Path, arch: str, settings: dict[st
     config = load_config(source)
     for rank in range(ranks):
         seen: list[tuple[int, int]] = []
-        weights = Weights.open(source, config, torch.bfloat16, rank, ranks, lambda *state: seen.append(state))  # noqa: B023
+        weights = Weights.open(source, config, torch.bfloat16, "none", rank, ranks, lambda *state: seen.append(state))  # noqa: B023
         weights.embedding()
         for layer in range(config.layers):
             weights.layer(layer)
@@ -44,12 +45,13 @@ def test_progress_ends_at_its_total(tmp_path: Path, arch: str, settings: dict[st
 
 def test_ranks_share_the_tensors_out(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path, heads=9, kv_heads=3, hidden=72)
-    whole, parts = _open(path).layer(0), [_open(path, rank, 2).layer(0) for rank in range(2)]
-    assert [part.qkv.shape[0] // 16 for part in parts] == [6 + 2 * 2, 3 + 2 * 1]
-    assert torch.equal(torch.cat([part.output for part in parts], 1), whole.output)
-    assert torch.equal(torch.cat([part.down for part in parts], 1), whole.down)
-    assert torch.equal(torch.cat([part.qkv[:96] for part in parts[:1]]), whole.qkv[:96])
-    assert torch.equal(parts[1].qkv[48:64], whole.qkv[144 + 32 : 144 + 48])
+    whole, *parts = (_open(path, rank, ranks).layer(0) for rank, ranks in ((0, 1), (0, 2), (1, 2)))
+    qkv, first, second = (full(layer.qkv) for layer in (whole, *parts))
+    assert [part.shape[0] // 16 for part in (first, second)] == [6 + 2 * 2, 3 + 2 * 1]
+    assert torch.equal(torch.cat([full(part.output) for part in parts], 1), full(whole.output))
+    assert torch.equal(torch.cat([full(part.down) for part in parts], 1), full(whole.down))
+    assert torch.equal(first[:96], qkv[:96])
+    assert torch.equal(second[48:64], qkv[144 + 32 : 144 + 48])
 
 
 def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
         ),
         ({"architectures": [], "model_type": "gemma"}, "unsupported model_type 'gemma'"),
         ({"hidden_act": "gelu"}, "unsupported hidden_act 'gelu'; supported: silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "unsupported quantization_config .quant_method 'awq'."),
+        ({"quantization_config": {"quant_method": "fp8"}}, "unsupported quantization_config .quant_method 'fp8'."),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3 KV heads"),
         ({"hidden_size": "64"}, "hidden_size must be a whole number, not '64'"),
         ({"vocab_size": None}, "vocab_size must be a whole number, not None"),

@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 small, large, dtype = sys.argv[1:]
 Rig(small, dtype=dtype)
 source = resolve(large)
-weights = Weights.open(source, load_config(source), getattr(torch, dtype), 0, 1, silent)
+weights = Weights.open(source, load_config(source), getattr(torch, dtype), "none", 0, 1, silent)
 plan = weights.memory_plan()
 process, peak, running = psutil.Process(), 0, True
 before = process.memory_info().rss

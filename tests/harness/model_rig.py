@@ -13,7 +13,7 @@ from baton.engine.batch import BatchTensors
 from baton.engine.model import Model
 from baton.engine.model_config import ModelConfig, load_config
 from baton.engine.paged_kv import PagedKV
-from baton.engine.params import EngineParams
+from baton.engine.params import EngineParams, Quantization
 from baton.engine.partition import head_ranges
 from baton.engine.ranks import RankGroup, SingleRank
 from baton.engine.step import SequenceStep
@@ -41,11 +41,13 @@ def engine_params(
     batch_invariant: bool,
     layer_group: int,
     kv_dtype: str = "auto",
+    quantization: Quantization = "none",
 ) -> EngineParams:
     """Parameters of a CPU engine with a small pool."""
     return EngineParams(
         model_path=str(path),
         dtype=dtype,
+        quantization=quantization,
         device="cpu",
         threads=1,
         block_size=block_size,
@@ -108,16 +110,19 @@ class Rig:
         batch_invariant: bool = True,
         layer_group: int = 1,
         kv_dtype: str = "auto",
+        quantization: Quantization = "none",
     ) -> None:
         source = resolve(str(path))
         self.config: ModelConfig = load_config(source)
         kind: torch.dtype = getattr(torch, dtype)
-        params = engine_params(path, dtype, block_size, ranks, batch_invariant, layer_group, kv_dtype)
+        params = engine_params(path, dtype, block_size, ranks, batch_invariant, layer_group, kv_dtype, quantization)
         meeting = Meeting(ranks)
         groups: list[RankGroup] = [ThreadRank(meeting, rank, ranks) for rank in range(ranks)]
         if ranks == 1:
             groups = [SingleRank()]
-        self.weights = [Weights.open(source, self.config, kind, rank, ranks, silent) for rank in range(ranks)]
+        self.weights = [
+            Weights.open(source, self.config, kind, quantization, rank, ranks, silent) for rank in range(ranks)
+        ]
         self.models = [Model(self.config, w, params, group) for w, group in zip(self.weights, groups, strict=True)]
         layout = KVLayout(
             self.weights[0].fingerprint,

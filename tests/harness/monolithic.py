@@ -51,6 +51,7 @@ class Monolithic:
         params = EngineParams(
             model_path=str(model),
             dtype=dtype,
+            quantization="none",
             device="cpu",
             threads=1,
             block_size=block_size,

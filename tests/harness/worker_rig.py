@@ -30,6 +30,7 @@ def engine_params(model: Path, **changes: Any) -> EngineParams:
     values: dict[str, Any] = {
         "model_path": str(model),
         "dtype": "float32",
+        "quantization": "none",
         "device": "cpu",
         "threads": 1,
         "block_size": 4,

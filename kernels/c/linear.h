@@ -1,0 +1,73 @@
+/* What the linear layers share: how a weight is packed, who computes which part of it, and on how many threads.
+
+   A weight [outputs, inputs] is packed in panels of 64 outputs, the last one filled up with zeros. A panel holds the
+   inputs in steps of four bytes (two bfloat16 or four int8), and of each step the 64 outputs side by side. So it is read
+   as one stream, whatever the number of rows, and an output's products are summed from the first input to the last. */
+#ifndef BATON_LINEAR_H
+#define BATON_LINEAR_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+enum { PANEL = 64, BLOCK_ROWS = 96, STEP_BYTES = 4 };
+
+/* What the processor may be asked for; each level has all of those before it. LEVEL_DOT: AVX-512 with the products at
+   hand, of bfloat16 or of bytes. The one before it is plain AVX-512, or for bytes AVX2 with VNNI. */
+enum level { LEVEL_PLAIN, LEVEL_AVX2, LEVEL_AVX512, LEVEL_DOT, LEVEL_AVX_VNNI = LEVEL_AVX512 };
+
+struct linear {
+    const char *packed;
+    const float *scales; /* of the outputs; NULL: one */
+    const float *bias;   /* NULL: none */
+    int64_t outputs, inputs;
+    int64_t level, threads;
+    int64_t has_minima; /* of a 4-bit weight */
+};
+
+struct job;
+
+/* Sum rows [row, row + rows) of x times a panel's steps [step, step + steps), which begin at `panel`, into
+   sums [rows, 64]; onto what is there unless it is the first step. */
+typedef void tile_function(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps, const char *panel,
+                           void *sums);
+typedef void finish_function(const struct job *job, const void *sums, int64_t first_row, int64_t rows, int64_t panel);
+
+/* One call: rows of x, in the format of the panels, become rows of bfloat16. */
+struct job {
+    const struct linear *linear;
+    tile_function *tile;
+    finish_function *finish;
+    const char *x;
+    int64_t rows, row_bytes;
+    int64_t steps, step_bytes, block_steps; /* of a panel: all, bytes of one, those that are taken at a time */
+    int tile_rows;
+    const float *row_scales; /* of x and of its codes, where x is quantised: [rows, groups] */
+    const int32_t *row_sums;
+    int64_t groups;
+    uint16_t *out;
+    int64_t next; /* of the parts that nobody has taken yet */
+};
+
+void baton_run_linear(struct job *job);
+finish_function *baton_finish_floats(int wide); /* plus the bias, as bfloat16; `wide`: with AVX-512 */
+void baton_in_parallel(void (*work)(void *), void *data, int64_t threads, int64_t parts);
+
+INLINE float from_bf16(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+/* To nearest, ties to even; a NaN stays one. */
+INLINE uint16_t to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+#endif

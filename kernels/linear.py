@@ -1,0 +1,123 @@
+"""Linear layers by C: packed bfloat16, int8 or 4-bit weights times rows of bfloat16, as kernels/c/linear*.c have them.
+
+A weight is read once and as one stream for any number of rows, and a row's result depends on that row alone: an
+output's products are summed in the order of the inputs, whatever rows come with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .memory import prefer_huge_pages
+from .native import library
+
+Kind = Literal["bf16", "int8", "int4"]
+GROUP = 32  # inputs that share a scale of a 4-bit weight
+_PANEL = 64  # outputs side by side
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "level", "threads", "has_minima")),
+    )
+
+
+def best_level(kind: Kind) -> int:
+    """What this processor has for such products: 0 plain C, 1 AVX2, 2 AVX-512 (integers: AVX2 with VNNI), 3 AVX-512
+    with bfloat16 or byte products. Raises OSError where there is no library."""
+    if (native := library()) is None:
+        raise OSError("no C kernels")
+    return int(native.baton_bf16_level() if kind == "bf16" else native.baton_int_level())
+
+
+class NativeLinear:
+    """One layer. It runs on as many threads as torch has when it is made."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        packed: Tensor,
+        shape: tuple[int, int],
+        scales: Tensor | None,
+        bias: Tensor | None,
+        has_minima: bool,
+        level: int | None,
+    ) -> None:
+        """`level`: at most `best_level`, which None stands for."""
+        best = best_level(kind)
+        self.outputs, self.inputs = shape
+        wide = None if bias is None else bias.float().contiguous()
+        self._keep = (packed, scales, wide)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in self._keep)
+        use = best if level is None else min(level, best)
+        self._layer = _Linear(*pointers, *shape, use, torch.get_num_threads(), has_minima)
+        self._where = ctypes.addressof(self._layer)
+        self._call = getattr(library(), f"baton_{kind}_linear")
+        self._call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        self._call.restype = ctypes.c_int
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[rows, inputs] -> [rows, outputs], bfloat16. Raises MemoryError."""
+        rows = rows.contiguous()
+        if rows.dtype != torch.bfloat16 or rows.shape[1:] != (self.inputs,):
+            raise ValueError(f"rows {list(rows.shape)} of {rows.dtype} for {self.inputs} inputs of bfloat16")
+        out = rows.new_empty(rows.shape[0], self.outputs)
+        if self._call(self._where, rows.data_ptr(), rows.shape[0], out.data_ptr()):
+            raise MemoryError(f"no memory for {rows.shape[0]} quantised rows of {self.inputs} inputs")
+        return out
+
+
+def bf16_linear(weight: Tensor, bias: Tensor | None, level: int | None = None) -> NativeLinear:
+    """The layer of a bfloat16 weight [outputs, inputs], inputs even in number. Raises OSError without the library."""
+    return NativeLinear("bf16", _panels(weight, 2), _shape(weight), None, bias, False, level)
+
+
+def int8_linear(codes: Tensor, scales: Tensor, bias: Tensor | None, level: int | None = None) -> NativeLinear:
+    """The layer of scales[:, None] * codes: int8 [outputs, inputs] and float32 [outputs]; rows are quantised, each with
+    a scale of its own. Raises OSError without the library."""
+    unsigned = codes.view(torch.uint8) ^ 128
+    return NativeLinear("int8", _panels(unsigned, 4), _shape(codes), scales.float().contiguous(), bias, False, level)
+
+
+def int4_linear(
+    codes: Tensor, scales: Tensor, minima: Tensor | None, bias: Tensor | None, level: int | None = None
+) -> NativeLinear:
+    """The layer of scales * codes + minima, or without minima of scales * (codes - 8); rows are quantised by groups.
+
+    `codes` uint8 [outputs, inputs] from 0 to 15, `scales` and `minima` float16 [outputs, inputs / GROUP]. Raises
+    OSError without the library.
+    """
+    outputs, inputs = codes.shape
+    halves = codes.view(outputs, inputs // GROUP, 2, GROUP // 2)
+    nibbles = halves[:, :, 0] | halves[:, :, 1] << 4
+    parts = [_panels(nibbles.reshape(outputs, -1), 4).view(-1, inputs // GROUP, _PANEL * GROUP // 2)]
+    for numbers in (scales, minima):
+        if numbers is not None:
+            bits = numbers.half().contiguous().view(torch.uint8)
+            parts.append(_panels(bits, 2).view(-1, inputs // GROUP, 2 * _PANEL))
+    width = sum(part.shape[2] for part in parts)
+    packed = prefer_huge_pages(torch.empty(parts[0].shape[0], inputs // GROUP, width, dtype=torch.uint8))
+    torch.cat(parts, dim=2, out=packed)
+    return NativeLinear("int4", packed, _shape(codes), None, bias, minima is not None, level)
+
+
+def _shape(weight: Tensor) -> tuple[int, int]:
+    return weight.shape[0], weight.shape[1]
+
+
+def _panels(weight: Tensor, step: int) -> Tensor:
+    """[panels, steps, 64, step]: `step` inputs of each of 64 outputs side by side, filled up with zeros."""
+    outputs, inputs = weight.shape
+    panels, steps = -(-outputs // _PANEL), -(-inputs // step)
+    if outputs % _PANEL or inputs % step:
+        weight = F.pad(weight, (0, steps * step - inputs, 0, panels * _PANEL - outputs))
+    packed = prefer_huge_pages(torch.empty(panels, steps, _PANEL, step, dtype=weight.dtype))
+    return packed.copy_(weight.reshape(panels, _PANEL, steps, step).permute(0, 2, 1, 3))

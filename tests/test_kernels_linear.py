@@ -1,0 +1,131 @@
+"""Linear layers by C against plain torch: every instruction set of this processor, edges, and rows that do not depend
+on one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from baton.kernels.linear import GROUP, Kind, NativeLinear, best_level, bf16_linear, int4_linear, int8_linear
+from baton.kernels.native import library
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C kernels")
+
+SHAPES = [(64, 64), (200, 96), (1, 32), (130, 2080), (65, 1056)]  # outputs, inputs; more than one block of steps
+Made = tuple[Callable[[Tensor | None, int | None], NativeLinear], Tensor]  # of a bias and a level; the exact weight
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _bf16(outputs: int, inputs: int) -> Made:
+    weight = _random(outputs, inputs).bfloat16()
+    return lambda bias, level: bf16_linear(weight, bias, level), weight.float()
+
+
+def _int8(outputs: int, inputs: int) -> Made:
+    codes = (_random(outputs, inputs) * 60).clamp(-128, 127).to(torch.int8)
+    scales = _random(outputs, seed=1).abs() / 60
+    return lambda bias, level: int8_linear(codes, scales, bias, level), codes * scales[:, None]
+
+
+def _int4(outputs: int, inputs: int, minima: bool) -> Made:
+    codes = torch.randint(0, 16, (outputs, inputs), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    scales = (_random(outputs, inputs // GROUP, seed=1) / 4).half()
+    scales[0] *= 1e-5  # subnormal
+    least = (_random(outputs, inputs // GROUP, seed=2)).half() if minima else None
+    spread = scales.float().repeat_interleave(GROUP, 1)
+    weight = spread * (codes.float() - 8)
+    if least is not None:
+        weight = spread * codes + least.float().repeat_interleave(GROUP, 1)
+    return lambda bias, level: int4_linear(codes, scales, least, bias, level), weight
+
+
+KINDS: dict[str, tuple[Kind, Callable[[int, int], Made]]] = {
+    "bf16": ("bf16", _bf16),
+    "int8": ("int8", _int8),
+    "int4": ("int4", lambda outputs, inputs: _int4(outputs, inputs, False)),
+    "int4 with minima": ("int4", lambda outputs, inputs: _int4(outputs, inputs, True)),
+}
+
+
+def _quantized(rows: Tensor, group: int) -> Tensor:
+    """What the integer kernels see of the rows."""
+    parts = rows.float().view(len(rows), -1, group)
+    scales = parts.abs().amax(-1, keepdim=True) / 127
+    return ((parts / scales).nan_to_num(0).round() * scales).view(rows.shape)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", KINDS)
+def test_products(name: str, shape: tuple[int, int], level: int) -> None:
+    kind, make = KINDS[name]
+    if level > best_level(kind):
+        pytest.skip("not on this processor")
+    layer, weight = make(*shape)
+    rows = _random(101, shape[1], seed=3).bfloat16()
+    rows[5] = 0
+    seen = rows.float() if kind == "bf16" else _quantized(rows, shape[1] if kind == "int8" else GROUP)
+    bias = _random(shape[0], seed=4).bfloat16()
+    for given, added in ((None, 0.0), (bias, bias.float())):
+        exact = seen @ weight.T + added
+        scale = exact.abs().mean()
+        torch.testing.assert_close(layer(given, level)(rows).float() / scale, exact / scale, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_row_does_not_depend_on_the_others(name: str) -> None:
+    kind, make = KINDS[name]
+    layer, _ = make(130, 2080)
+    rows = _random(200, 2080, seed=3).bfloat16()
+    for level in range(best_level(kind) + 1):
+        linear = layer(None, level)
+        whole = linear(rows[: 200 if level > 1 else 20])
+        for start, count in ((0, 1), (7, 1), (3, 2), (1, 5), (2, 8), (4, 13), (0, 96), (0, 97)):
+            if start + count <= len(whole):
+                assert torch.equal(linear(rows[start : start + count]), whole[start : start + count])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_threads_change_no_bit(name: str) -> None:
+    _, make = KINDS[name]
+    layer, _ = make(200, 96)
+    rows = _random(300, 96, seed=3).bfloat16()
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(layer(None, None)(rows))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_threads_are_those_of_torch() -> None:
+    native = library()
+    assert native is not None
+    assert native.baton_has_threads() == ("OpenMP" in torch.__config__.parallel_info().split("backend:")[1])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_nan_stays_in_its_row(name: str) -> None:
+    _, make = KINDS[name]
+    layer, _ = make(64, 64)
+    rows = _random(3, 64, seed=3).bfloat16()
+    rows[1, 7] = float("nan")
+    bad = layer(None, None)(rows).isnan()
+    assert bad[1].all()
+    assert not bad[[0, 2]].any()
+
+
+def test_rows_of_another_width_or_dtype_are_refused() -> None:
+    layer = _bf16(64, 64)[0](None, None)
+    for rows in (torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(2, 64)):
+        with pytest.raises(ValueError, match="64 inputs"):
+            layer(rows)
