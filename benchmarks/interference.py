@@ -65,8 +65,8 @@ class Load:
     def growth(self) -> float:
         """Of the long prompts' TTFT over the run: slope of a least-squares line times its length, in medians."""
         sent, waited = zip(*self.ttft, strict=True)
-        slope: float = statistics.linear_regression(sent, waited).slope
-        return slope * (sent[-1] - sent[0]) / self.long_s
+        growth: float = statistics.linear_regression(sent, waited).slope * (sent[-1] - sent[0])
+        return growth / self.long_s
 
 
 async def load(address: str, seconds: float, every: float | None) -> Load:
