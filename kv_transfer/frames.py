@@ -64,7 +64,7 @@ class Frame:
     @staticmethod
     def unpack(data: Any) -> Frame:
         """The inverse of `pack`, every number checked. Raises ValueError."""
-        if type(data) is not list or len(data) != 7 or any(type(number) is not int for number in data):
+        if type(data) is not list or len(data) != 7 or set(map(type, data)) != {int}:  # bool is no number here
             raise ValueError("not a frame")
         a, b, c, d, e, f, size = data
         if not (0 <= a < b < 1 << 32 and 0 <= c < d < 1 << 32 and 0 <= e < f < 1 << 32 and 0 < size < 1 << 48):

@@ -12,7 +12,7 @@ from ..proto.errors import InternalError, TransferFailed
 from ..proto.failpoints import reach
 from ..proto.kv_layout import KVLayout
 from .block_store import BlockStore
-from .codec import decode, direct, wire_bytes
+from .codec import decode, direct, wire_cell_bytes
 from .events import LegKey
 from .frames import MAX_FRAME_BYTES, TRAILER, VOID, WHOLE, Parcel, checksum
 from .handoff import ReceiveLeg
@@ -53,6 +53,7 @@ class Placement:
         self._heads = heads
         self._checked = checked
         self._format = (dtype, codec)  # of the payloads
+        self._cell_bytes = wire_cell_bytes(owner.layout.head_dim, dtype, codec)
         self._direct = direct(owner.store.dtype, dtype, codec)
         self._first_head = owner.layout.head_ranges[owner.rank][0]
         self._views = Views()
@@ -63,12 +64,10 @@ class Placement:
             raise TransferFailed(f"frames of {parcel.dtype}/{parcel.codec}, expected {'/'.join(self._format)}")
         if self._checked and not parcel.checked:
             raise TransferFailed("frames without checksums")
-        head_dim = self._owner.layout.head_dim
         for frame in parcel.frames:
-            box = frame.box
+            box, due = frame.box, frame.box.volume * self._cell_bytes
             if not any(low <= box.heads[0] and box.heads[1] <= high for low, high in self._heads):
                 raise TransferFailed(f"kv heads {list(box.heads)} do not come from prefill rank {self._source}")
-            due = wire_bytes(box, head_dim, parcel.dtype, parcel.codec)
             if frame.bytes != due or due > MAX_FRAME_BYTES:
                 raise TransferFailed(f"frame of {frame.bytes} bytes, its ranges hold {due} (limit {MAX_FRAME_BYTES})")
         with leg.lock:

@@ -24,7 +24,8 @@ class Box:
     @property
     def volume(self) -> int:
         """How many (token, layer, head) cells."""
-        return length(self.tokens) * length(self.layers) * length(self.heads)
+        (a, b), (c, d), (e, f) = self.tokens, self.layers, self.heads
+        return (b - a) * (d - c) * (f - e)
 
     def overlaps(self, other: Box) -> bool:
         """Whether the two share a cell."""

@@ -23,7 +23,7 @@ from ..proto.failpoints import reach
 from ..proto.kv_layout import KVLayout
 from .block_store import BlockStore
 from .carriers import INLINE, RING, Carrier, CarrierFailed, InlineCarrier, patience_s
-from .codec import direct, encode, wire_bytes
+from .codec import direct, encode, wire_cell_bytes
 from .events import LegKey
 from .frames import TRAILER_BYTES, VOID_TRAILER, Frame, Parcel, trailer
 from .plan import Box
@@ -97,6 +97,7 @@ class SendWindow:
         self._checked = checked
         self._dtype, self._codec = dtype, codec  # of the payloads
         self._direct = direct(owner.store.dtype, dtype, codec)
+        self._cell_bytes = wire_cell_bytes(owner.layout.head_dim, dtype, codec)
         self._first_head = owner.layout.head_ranges[owner.rank][0]
         self._size = size
         self._flights: dict[int, _Flight] = {}  # by the number of their first frame
@@ -161,8 +162,7 @@ class SendWindow:
         except BatonError as error:
             self._owner.leg_failed(key, error)
             return
-        head_dim = self._owner.layout.head_dim
-        frames = [Frame(box, wire_bytes(box, head_dim, self._dtype, self._codec)) for box in boxes]
+        frames = [Frame(box, box.volume * self._cell_bytes) for box in boxes]
         self._launch(part, frames, ahead)
 
     def step(self) -> bool:
