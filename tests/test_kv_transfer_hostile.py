@@ -170,7 +170,7 @@ def test_a_silent_peer_is_given_up() -> None:
     with _hostile() as (pair, _):
         began = time.monotonic()
         assert "nothing from the peer" in pair.received[0].wait(ReceiveFailed)[0].error.message
-        assert time.monotonic() - began < 3 * QUICK.frame_timeout_s
+        assert time.monotonic() - began < 10 * QUICK.frame_timeout_s
 
 
 def test_a_decode_rank_that_never_answers_is_given_up() -> None:
@@ -191,7 +191,7 @@ def test_a_decode_rank_that_never_answers_is_given_up() -> None:
         began = time.monotonic()
         pair.open(LEG, ticket, PROMPT, pair.source_blocks(PROMPT))
         pair.sent[0].wait(SendFailed)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10 * QUICK.frame_timeout_s
 
 
 class _LateStore(TensorStore):

@@ -257,7 +257,7 @@ def test_lc_08_nobody_listening_fails_within_the_connect_limit() -> None:
         pair.open(LEG, ticket, 8, pair.source_blocks(8))
         [failure] = pair.sent[0].wait(SendFailed)
         assert isinstance(failure.error, TransferFailed)
-        assert time.monotonic() - began < PARAMS.connect_timeout_s + 0.5
+        assert time.monotonic() - began < PARAMS.connect_timeout_s + 3
 
 
 def test_the_receiver_leaving_fails_the_leg() -> None:

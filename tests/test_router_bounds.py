@@ -30,10 +30,10 @@ MANY = 400_000
     ],
 )
 def test_api_04_bodies_of_many_values(body: dict[str, Any], field: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()  # of the processor: what else runs does not count
     with pytest.raises(InvalidRequest) as caught:
         check_body(body, LIMITS, CONTEXT)
-    assert time.monotonic() - started < 1.25
+    assert time.thread_time() - started < 1.25
     assert caught.value.field == field
 
 
@@ -52,8 +52,8 @@ def test_other_bodies_pass(body: Any) -> None:
     ],
 )
 def test_api_04_calls_of_many_values(request_: api.GenerateRequest, field: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()  # of the processor: what else runs does not count
     with pytest.raises(InvalidRequest) as caught:
         check_message(request_, LIMITS, CONTEXT)
-    assert time.monotonic() - started < 1.25
+    assert time.thread_time() - started < 1.25
     assert caught.value.field == field

@@ -19,11 +19,11 @@ from baton.text import strict_json
     ],
 )
 def test_refused(text: str, field: str, message: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()  # of the processor: what else runs does not count
     with pytest.raises(strict_json.JsonError, match=message) as caught:
         strict_json.loads(text)
     assert caught.value.field == field
-    assert time.monotonic() - started < 1
+    assert time.thread_time() - started < 1
 
 
 def test_brackets_in_text_are_text() -> None:

@@ -27,7 +27,7 @@ from . import oracles
 from .client import Client
 from .gates import Gates
 
-_START_S = 60.0
+_START_S = 90.0  # of the 120 that a test may take: beside others a start is slow
 _STOP_S = 20.0
 _ENDPOINT = re.compile(r"\b(grpc|http|admin)\b\W+(?:http://)?(127\.0\.0\.1:\d+)")
 
