@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.linear import bf16_linear, int4_linear, int8_linear
+from ..kernels.linear import best_level, bf16_linear, int4_linear, int8_linear
 from ..kernels.native import library
 from .quantized import Int4Weight, Int8Weight, Weight
 
@@ -79,9 +79,9 @@ class Packing:
 
 
 def _native_is_best() -> bool:
-    """Whether our own kernels take bfloat16: they are here, and oneDNN would not run on AMX."""
+    """Whether our own kernels take bfloat16: they are here, with vectors, and oneDNN would not run on AMX."""
     amx: bool = torch.cpu._is_amx_tile_supported()
-    return library() is not None and not amx
+    return library() is not None and best_level("bf16") > 0 and not amx
 
 
 def _is_native(weight: Tensor) -> bool:

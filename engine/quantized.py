@@ -1,6 +1,7 @@
-"""Weights in fewer bits, as the C kernels take them: int8 with a scale per output, 4 bits with a scale per 32 inputs.
+"""Weights in fewer bits, as the C kernels take them: int8 with a scale for 64 inputs, 4 bits with one for 32.
 
-`w8a8`: symmetric, the largest magnitude of an output's weights becomes 127 (the scheme of LLM.int8 and SmoothQuant).
+`w8a8`: symmetric, the largest magnitude of a group becomes 127; rows are quantised in the same groups. One scale for a
+whole output and a whole token is coarser than a small model bears (docs/performance.md).
 `int4`: a group's codes run from its least to its greatest weight, as GGUF's Q4_1 has it.
 """
 
@@ -10,30 +11,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.linear import GROUP as GROUP
+from ..kernels.linear import GROUP, INT8_GROUP
 from .params import Quantization
 
-BYTES = {"w8a8": 1.0, "int4": 0.5 + 4 / GROUP}  # of one weight
+BYTES = {"w8a8": 1 + 4 / INT8_GROUP, "int4": 0.5 + 4 / GROUP}  # of one weight
 _CHUNK_BYTES = 4 << 20  # of float32, while a weight is quantised
 _ZERO_CODE = 8  # of a 4-bit weight without minima
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """scales[:, None] * codes."""
+    """scales * codes, a scale for each INT8_GROUP inputs."""
 
     codes: Tensor  # int8 [outputs, inputs]
-    scales: Tensor  # float32 [outputs]
+    scales: Tensor  # float32 [outputs, groups]; the last group may be smaller
 
     def dequantize(self) -> Tensor:
         """float32 [outputs, inputs]."""
-        return self.codes * self.scales[:, None]
+        return self.codes * _spread(self.scales, INT8_GROUP, self.codes.shape[1])
 
     def columns(self, start: int, stop: int) -> Int8Weight:
-        """The inputs [start, stop)."""
-        return Int8Weight(self.codes[:, start:stop].contiguous(), self.scales)
+        """The inputs [start, stop): whole groups."""
+        groups = slice(start // INT8_GROUP, -(-stop // INT8_GROUP))
+        return Int8Weight(self.codes[:, start:stop].contiguous(), self.scales[:, groups])
 
     def rows(self, order: Tensor | slice) -> Int8Weight:
         """The outputs `order`."""
@@ -107,10 +110,17 @@ def _join_int4(parts: Sequence[Int4Weight]) -> Int4Weight:
     return Int4Weight(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), minima)
 
 
+def _spread(numbers: Tensor, group: int, inputs: int) -> Tensor:
+    """[outputs, groups] -> [outputs, inputs]."""
+    return numbers.repeat_interleave(group, 1)[:, :inputs]
+
+
 def _int8(weight: Tensor) -> Int8Weight:
-    scales = weight.abs().amax(1) / 127
-    codes = (weight / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_()
-    return Int8Weight(codes.to(torch.int8), scales)
+    inputs = weight.shape[1]
+    padded = F.pad(weight, (0, -inputs % INT8_GROUP)).view(weight.shape[0], -1, INT8_GROUP)
+    scales = padded.abs().amax(-1) / 127
+    codes = weight / _spread(scales.clamp_min(torch.finfo(torch.float32).tiny), INT8_GROUP, inputs)
+    return Int8Weight(codes.round_().to(torch.int8), scales)
 
 
 def _int4(weight: Tensor) -> Int4Weight:

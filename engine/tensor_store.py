@@ -42,8 +42,9 @@ class TensorStore(Protocol):
         """Rows [start, stop), as float32, float16 or bfloat16. Of q and k projections only whole heads."""
         ...
 
-    def is_quantized(self, name: str, wanted: Quantization) -> bool:
-        """Whether the tensor is stored in bits that an engine with that quantisation computes with as they are."""
+    def quantized_group(self, name: str, wanted: Quantization) -> int:
+        """Inputs that share a scale where the tensor is stored in bits that an engine with that quantisation computes
+        with as they are; 0 elsewhere."""
         ...
 
     def read_quantized(self, name: str, start: int, stop: int) -> Int8Weight | Int4Weight:

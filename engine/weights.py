@@ -24,7 +24,7 @@ from .linear import PROBE_BYTES
 from .model_config import ModelConfig
 from .params import Quantization
 from .partition import Range, head_ranges, query_ranges, split
-from .quantized import BYTES, GROUP, Weight, join, quantize
+from .quantized import BYTES, Weight, join, quantize
 from .tensor_store import TensorStore
 from .weights_gguf import GGUFStore
 from .weights_hf import SafetensorsStore
@@ -226,9 +226,10 @@ class Weights:
 
     def _keeps(self, name: str, columns: Range) -> bool:
         """Whether the weight stays in the bits that the checkpoint has it in. Never in float32: that is for oracles."""
-        if self.dtype != torch.bfloat16 or not self._store.is_quantized(f"{name}.weight", self._quantization):
-            return False
-        return all(edge % GROUP == 0 for edge in columns)
+        group = self._store.quantized_group(f"{name}.weight", self._quantization)
+        width = self._store.tensors[f"{name}.weight"].shape[1]
+        whole = group > 0 and all(edge % group == 0 or edge == width for edge in columns)
+        return whole and self.dtype == torch.bfloat16
 
     def _plain(self, parts: Sequence[tuple[str, Range]], columns: Range) -> Tensor:
         total = sum(stop - start for _, (start, stop) in parts)

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.linear import GROUP
 from ..proto.errors import ConfigError
 from ..text import gguf_metadata
 from .params import Quantization
-from .quantized import GROUP, Int4Weight
+from .quantized import Int4Weight
 from .tensor_store import StoredTensor
 
 _LAYER_PARTS = {
@@ -71,9 +72,9 @@ class GGUFStore:
         values = values.view(rows, *tensor.shape[1:])
         return halves_from_pairs(values, self._head_dim) if self._is_rotated(name) else values
 
-    def is_quantized(self, name: str, wanted: Quantization) -> bool:
+    def quantized_group(self, name: str, wanted: Quantization) -> int:
         """Blocks of 32 4-bit codes are those of `int4`."""
-        return wanted == "int4" and self.tensors[name].kind in _BLOCK_HEADS
+        return GROUP if wanted == "int4" and self.tensors[name].kind in _BLOCK_HEADS else 0
 
     def read_quantized(self, name: str, start: int, stop: int) -> Int4Weight:
         """Rows [start, stop) of a Q4_0 or Q4_1 tensor in the order of Transformers, not a bit changed."""

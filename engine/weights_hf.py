@@ -52,9 +52,9 @@ class SafetensorsStore:
         data = np.fromfile(tensor.file, np.uint8, (stop - start) * row, offset=tensor.offset + start * row)
         return torch.from_numpy(data).view(kind).view(stop - start, *tensor.shape[1:])
 
-    def is_quantized(self, name: str, wanted: Quantization) -> bool:
-        """Never: these are checkpoints of plain numbers."""
-        return False
+    def quantized_group(self, name: str, wanted: Quantization) -> int:
+        """Always 0: these are checkpoints of plain numbers."""
+        return 0
 
     def read_quantized(self, name: str, start: int, stop: int) -> Int8Weight | Int4Weight:
         """Raises LookupError: there are none."""

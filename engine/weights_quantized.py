@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..kernels.linear import GROUP, INT8_GROUP
 from ..proto.errors import ConfigError
 from .checkpoint_format import CheckpointFormat, Layout
 from .params import Quantization
-from .quantized import GROUP, Int4Weight, Int8Weight
+from .quantized import Int4Weight, Int8Weight
 from .tensor_store import StoredTensor
 from .weights_hf import INTEGERS, SafetensorsStore
 
@@ -51,9 +52,11 @@ class QuantizedStore:
             return self.read_quantized(name, start, stop).dequantize()
         return self._files.read(name, start, stop)
 
-    def is_quantized(self, name: str, wanted: Quantization) -> bool:
+    def quantized_group(self, name: str, wanted: Quantization) -> int:
         """Every quantised layer is computed with as it is."""
-        return self._is_layer(name)
+        if not self._is_layer(name):
+            return 0
+        return INT8_GROUP if self._form.layout == "int8" else GROUP
 
     def read_quantized(self, name: str, start: int, stop: int) -> Int8Weight | Int4Weight:
         """Rows [start, stop) of a quantised layer. Raises ConfigError for groups that are not made of 32 inputs."""
@@ -92,7 +95,7 @@ class QuantizedStore:
         codes, scales = self._need(f"{layer}weight"), self._need(f"{layer}weight_scale").float()
         if scales.numel() not in (1, codes.shape[0]):
             raise ConfigError(f"{layer}weight_scale: {list(scales.shape)} for {codes.shape[0]} outputs")
-        return Int8Weight(codes, scales.flatten().expand(codes.shape[0]).contiguous())
+        return Int8Weight(codes, scales.flatten()[:, None].expand(codes.shape[0], -(-codes.shape[1] // INT8_GROUP)))
 
     def _int4(self, layer: str) -> Int4Weight:
         outputs, inputs = self.tensors[f"{layer}weight"].shape

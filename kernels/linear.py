@@ -18,6 +18,7 @@ from .native import library
 
 Kind = Literal["bf16", "int8", "int4"]
 GROUP = 32  # inputs that share a scale of a 4-bit weight
+INT8_GROUP = 64  # the same of an int8 weight; there may be a smaller one at the end
 _PANEL = 64  # outputs side by side
 
 
@@ -81,10 +82,11 @@ def bf16_linear(weight: Tensor, bias: Tensor | None, level: int | None = None) -
 
 
 def int8_linear(codes: Tensor, scales: Tensor, bias: Tensor | None, level: int | None = None) -> NativeLinear:
-    """The layer of scales[:, None] * codes: int8 [outputs, inputs] and float32 [outputs]; rows are quantised, each with
-    a scale of its own. Raises OSError without the library."""
+    """The layer of scales * codes: int8 [outputs, inputs], float32 [outputs, groups of INT8_GROUP inputs]; rows are
+    quantised by the same groups. Raises OSError without the library."""
     unsigned = codes.view(torch.uint8) ^ 128
-    return NativeLinear("int8", _panels(unsigned, 4), _shape(codes), scales.float().contiguous(), bias, False, level)
+    factors = _panels(scales.float(), 1)
+    return NativeLinear("int8", _panels(unsigned, 4), _shape(codes), factors, bias, False, level)
 
 
 def int4_linear(

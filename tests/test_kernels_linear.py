@@ -7,13 +7,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from baton.kernels.linear import GROUP, Kind, NativeLinear, best_level, bf16_linear, int4_linear, int8_linear
+import torch.nn.functional as F
+from baton.kernels.linear import (
+    GROUP,
+    INT8_GROUP,
+    Kind,
+    NativeLinear,
+    best_level,
+    bf16_linear,
+    int4_linear,
+    int8_linear,
+)
 from baton.kernels.native import library
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C kernels")
 
-SHAPES = [(64, 64), (200, 96), (1, 32), (130, 2080), (65, 1056)]  # outputs, inputs; more than one block of steps
+SHAPES = [(64, 64), (200, 96), (1, 32), (130, 2080), (65, 1056)]  # outputs, inputs; whole groups and others
 Made = tuple[Callable[[Tensor | None, int | None], NativeLinear], Tensor]  # of a bias and a level; the exact weight
 
 
@@ -28,8 +38,9 @@ def _bf16(outputs: int, inputs: int) -> Made:
 
 def _int8(outputs: int, inputs: int) -> Made:
     codes = (_random(outputs, inputs) * 60).clamp(-128, 127).to(torch.int8)
-    scales = _random(outputs, seed=1).abs() / 60
-    return lambda bias, level: int8_linear(codes, scales, bias, level), codes * scales[:, None]
+    scales = _random(outputs, -(-inputs // INT8_GROUP), seed=1).abs() / 60
+    weight = codes * scales.repeat_interleave(INT8_GROUP, 1)[:, :inputs]
+    return lambda bias, level: int8_linear(codes, scales, bias, level), weight
 
 
 def _int4(outputs: int, inputs: int, minima: bool) -> Made:
@@ -54,9 +65,9 @@ KINDS: dict[str, tuple[Kind, Callable[[int, int], Made]]] = {
 
 def _quantized(rows: Tensor, group: int) -> Tensor:
     """What the integer kernels see of the rows."""
-    parts = rows.float().view(len(rows), -1, group)
+    parts = F.pad(rows.float(), (0, -rows.shape[1] % group)).view(len(rows), -1, group)
     scales = parts.abs().amax(-1, keepdim=True) / 127
-    return ((parts / scales).nan_to_num(0).round() * scales).view(rows.shape)
+    return ((parts / scales).nan_to_num(0).round() * scales).view(len(rows), -1)[:, : rows.shape[1]]
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -69,7 +80,7 @@ def test_products(name: str, shape: tuple[int, int], level: int) -> None:
     layer, weight = make(*shape)
     rows = _random(101, shape[1], seed=3).bfloat16()
     rows[5] = 0
-    seen = rows.float() if kind == "bf16" else _quantized(rows, shape[1] if kind == "int8" else GROUP)
+    seen = rows.float() if kind == "bf16" else _quantized(rows, INT8_GROUP if kind == "int8" else GROUP)
     bias = _random(shape[0], seed=4).bfloat16()
     for given, added in ((None, 0.0), (bias, bias.float())):
         exact = seen @ weight.T + added

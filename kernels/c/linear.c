@@ -20,7 +20,7 @@ EXPORT int baton_has_threads(void) { return GOMP_parallel != NULL; }
 
 /* Up to BLOCK_ROWS rows times one panel. The panel is taken in pieces that stay in the second-level cache. */
 static void run_part(const struct job *job, int64_t first_row, int64_t panel) {
-    int32_t sums[BLOCK_ROWS * PANEL] __attribute__((aligned(64))); /* or floats: the tile and finish know */
+    float sums[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
     int64_t rows = job->rows - first_row < BLOCK_ROWS ? job->rows - first_row : BLOCK_ROWS;
     const char *weights = job->linear->packed + panel * job->steps * job->step_bytes;
     for (int64_t step = 0; step < job->steps; step += job->block_steps) {

@@ -20,7 +20,7 @@ enum level { LEVEL_PLAIN, LEVEL_AVX2, LEVEL_AVX512, LEVEL_DOT, LEVEL_AVX_VNNI = 
 
 struct linear {
     const char *packed;
-    const float *scales; /* of the outputs; NULL: one */
+    const float *scales; /* of an int8 weight: [panels, groups, 64] */
     const float *bias;   /* NULL: none */
     int64_t outputs, inputs;
     int64_t level, threads;
@@ -32,14 +32,14 @@ struct job;
 /* Sum rows [row, row + rows) of x times a panel's steps [step, step + steps), which begin at `panel`, into
    sums [rows, 64]; onto what is there unless it is the first step. */
 typedef void tile_function(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps, const char *panel,
-                           void *sums);
-typedef void finish_function(const struct job *job, const void *sums, int64_t first_row, int64_t rows, int64_t panel);
+                           float *sums);
+typedef void finish_function(const struct job *job, const float *sums, int64_t first_row, int64_t rows, int64_t panel);
 
 /* One call: rows of x, in the format of the panels, become rows of bfloat16. */
 struct job {
     const struct linear *linear;
     tile_function *tile;
-    finish_function *finish;
+    finish_function *finish; /* of the sums of all steps: to `out` */
     const char *x;
     int64_t rows, row_bytes;
     int64_t steps, step_bytes, block_steps; /* of a panel: all, bytes of one, those that are taken at a time */
@@ -50,6 +50,22 @@ struct job {
     uint16_t *out;
     int64_t next; /* of the parts that nobody has taken yet */
 };
+
+#define JOIN(a, b) a##b
+#define PASTE(a, b) JOIN(a, b)
+
+/* A tile_function that calls NAME_rows with a constant number of rows, so that its sums can be in registers. */
+#define ROWS_CASE(name, count)                                                                                         \
+    case count:                                                                                                        \
+        PASTE(name, _rows)(job, row, count, step, steps, panel, sums);                                                 \
+        break;
+#define FOUR_ROWS(name) ROWS_CASE(name, 1) ROWS_CASE(name, 2) ROWS_CASE(name, 3) ROWS_CASE(name, 4)
+#define SIX_ROWS(name) FOUR_ROWS(name) ROWS_CASE(name, 5) ROWS_CASE(name, 6)
+#define TILE_FUNCTION(target, name, cases)                                                                             \
+    target static void name(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps,                 \
+                            const char *panel, float *sums) {                                                          \
+        switch (rows) { cases(name) }                                                                                  \
+    }
 
 void baton_run_linear(struct job *job);
 finish_function *baton_finish_floats(int wide); /* plus the bias, as bfloat16; `wide`: with AVX-512 */

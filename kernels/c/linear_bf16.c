@@ -1,8 +1,6 @@
 /* Rows of bfloat16 times a packed bfloat16 weight, summed in float32; called from kernels/linear.py without the GIL. */
 #include "linear.h"
 
-#define JOIN(a, b) a##b
-#define PASTE(a, b) JOIN(a, b)
 
 enum { BLOCK_STEPS = 512, AHEAD = 4096 }; /* a block stays in the second-level cache; bytes that are asked for early */
 
@@ -20,15 +18,15 @@ INLINE void finish(const struct job *job, const float *sums, int64_t first_row, 
     }
 }
 
-static void finish_plain(const struct job *job, const void *sums, int64_t first_row, int64_t rows, int64_t panel) {
+static void finish_plain(const struct job *job, const float *sums, int64_t first_row, int64_t rows, int64_t panel) {
     finish(job, sums, first_row, rows, panel);
 }
 
 static void tile_plain(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps, const char *panel,
-                       void *out) {
+                       float *out) {
     const char *x = job->x + row * job->row_bytes + step * STEP_BYTES;
     for (int r = 0; r < rows; r++, x += job->row_bytes) {
-        float *sums = (float *)out + r * PANEL;
+        float *sums = out + r * PANEL;
         if (step == 0)
             memset(sums, 0, PANEL * sizeof *sums);
         const uint16_t *values = (const uint16_t *)x, *weights = (const uint16_t *)panel;
@@ -77,13 +75,13 @@ INLINE int32_t step_of(const char *x) {
 #define LANES 8
 #define SPAN 2
 #define ROWS 4
-#define ZERO() _mm256_setzero_ps()
+#define START(p) (step > 0 ? _mm256_loadu_ps(p) : _mm256_setzero_ps())
 #define LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 #define SPREAD(p) _mm256_set1_epi32(step_of(p))
 #define DOT dot_avx2
-#define READ(p) _mm256_loadu_ps(p)
 #define WRITE(p, sums) _mm256_storeu_ps(p, sums)
 #include "linear_tile.h"
+TILE_FUNCTION(TARGET_AVX2, tile_avx2, FOUR_ROWS)
 
 #define TILE tile_avx512
 #define TARGET TARGET_AVX512
@@ -92,13 +90,13 @@ INLINE int32_t step_of(const char *x) {
 #define LANES 16
 #define SPAN 2
 #define ROWS 6
-#define ZERO() _mm512_setzero_ps()
+#define START(p) (step > 0 ? _mm512_loadu_ps(p) : _mm512_setzero_ps())
 #define LOAD(p) _mm512_loadu_si512(p)
 #define SPREAD(p) _mm512_set1_epi32(step_of(p))
 #define DOT dot_avx512
-#define READ(p) _mm512_loadu_ps(p)
 #define WRITE(p, sums) _mm512_storeu_ps(p, sums)
 #include "linear_tile.h"
+TILE_FUNCTION(TARGET_AVX512, tile_avx512, SIX_ROWS)
 
 #define TILE tile_dot
 #define TARGET TARGET_DOT
@@ -107,19 +105,19 @@ INLINE int32_t step_of(const char *x) {
 #define LANES 16
 #define SPAN 4
 #define ROWS 6
-#define ZERO() _mm512_setzero_ps()
+#define START(p) (step > 0 ? _mm512_loadu_ps(p) : _mm512_setzero_ps())
 #define LOAD(p) ((__m512bh)_mm512_loadu_si512(p))
 #define SPREAD(p) ((__m512bh)_mm512_set1_epi32(step_of(p)))
 #define DOT _mm512_dpbf16_ps
-#define READ(p) _mm512_loadu_ps(p)
 #define WRITE(p, sums) _mm512_storeu_ps(p, sums)
 #include "linear_tile.h"
+TILE_FUNCTION(TARGET_DOT, tile_dot, SIX_ROWS)
 
-TARGET_AVX2 static void finish_avx2(const struct job *job, const void *sums, int64_t first_row, int64_t rows, int64_t panel) {
+TARGET_AVX2 static void finish_avx2(const struct job *job, const float *sums, int64_t first_row, int64_t rows, int64_t panel) {
     finish(job, sums, first_row, rows, panel);
 }
 
-TARGET_AVX512 static void finish_avx512(const struct job *job, const void *sums, int64_t first_row, int64_t rows, int64_t panel) {
+TARGET_AVX512 static void finish_avx512(const struct job *job, const float *sums, int64_t first_row, int64_t rows, int64_t panel) {
     finish(job, sums, first_row, rows, panel);
 }
 #endif

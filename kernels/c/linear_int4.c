@@ -5,9 +5,6 @@
    scale * (code - 8), or scale * code + minimum. A group's products are summed exactly, the groups in order in float32. */
 #include "linear_int.h"
 
-#define JOIN(a, b) a##b
-#define PASTE(a, b) JOIN(a, b)
-
 enum { GROUP = 32, CODE_BYTES = PANEL * GROUP / 2, SCALE_BYTES = 2 * PANEL, ZERO_CODE = 8, AHEAD = 4096 };
 
 /* float16 to float32, subnormals too: exponent and fraction move, and a product sets the exponent right. */
@@ -30,7 +27,7 @@ INLINE uint16_t half_at(const char *p) {
 }
 
 static void tile_plain(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps, const char *panel,
-                       void *out) {
+                       float *out) {
     (void)step; /* all groups are taken at once */
     const int has_minima = (int)job->linear->has_minima;
     memset(out, 0, (size_t)rows * PANEL * sizeof(float));
@@ -40,7 +37,7 @@ static void tile_plain(const struct job *job, int64_t row, int rows, int64_t ste
             const float scale = job->row_scales[(row + r) * job->groups + group];
             const int32_t sum = job->row_sums[(row + r) * job->groups + group];
             for (int i = 0; i < PANEL; i++) {
-                float *total = (float *)out + r * PANEL + i;
+                float *total = out + r * PANEL + i;
                 int32_t dot = has_minima ? 0 : -ZERO_CODE * sum;
                 for (int k = 0; k < GROUP / 2; k++) {
                     const uint8_t both = (uint8_t)panel[k / STEP_BYTES * STEP_BYTES * PANEL + STEP_BYTES * i + k % STEP_BYTES];
@@ -63,7 +60,6 @@ static void tile_plain(const struct job *job, int64_t row, int rows, int64_t ste
 #define VECTOR __m256i
 #define FLOATS __m256
 #define LANES 8
-#define SPAN 1
 #define ROWS 4
 #define LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 #define SPREAD(p) _mm256_set1_epi32(step_of(p))
@@ -78,14 +74,15 @@ static void tile_plain(const struct job *job, int64_t row, int rows, int64_t ste
 #define TIMES _mm256_mul_ps
 #define ZERO _mm256_setzero_ps
 #define WRITE _mm256_storeu_ps
+#define READ _mm256_loadu_ps
 #include "linear_int4_tile.h"
+TILE_FUNCTION(TARGET_AVX2, tile_avx2, FOUR_ROWS)
 
 #define TILE tile_avx_vnni
 #define TARGET TARGET_AVX_VNNI
 #define VECTOR __m256i
 #define FLOATS __m256
 #define LANES 8
-#define SPAN 1
 #define ROWS 4
 #define LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 #define SPREAD(p) _mm256_set1_epi32(step_of(p))
@@ -100,14 +97,15 @@ static void tile_plain(const struct job *job, int64_t row, int rows, int64_t ste
 #define TIMES _mm256_mul_ps
 #define ZERO _mm256_setzero_ps
 #define WRITE _mm256_storeu_ps
+#define READ _mm256_loadu_ps
 #include "linear_int4_tile.h"
+TILE_FUNCTION(TARGET_AVX_VNNI, tile_avx_vnni, FOUR_ROWS)
 
 #define TILE tile_dot
 #define TARGET TARGET_DOT
 #define VECTOR __m512i
 #define FLOATS __m512
 #define LANES 16
-#define SPAN 4
 #define ROWS 4
 #define LOAD(p) _mm512_loadu_si512(p)
 #define SPREAD(p) _mm512_set1_epi32(step_of(p))
@@ -122,7 +120,9 @@ static void tile_plain(const struct job *job, int64_t row, int rows, int64_t ste
 #define TIMES _mm512_mul_ps
 #define ZERO _mm512_setzero_ps
 #define WRITE _mm512_storeu_ps
+#define READ _mm512_loadu_ps
 #include "linear_int4_tile.h"
+TILE_FUNCTION(TARGET_DOT, tile_dot, FOUR_ROWS)
 #endif
 
 /* x [rows, inputs] -> out [rows, outputs], both bfloat16; the inputs are whole groups. Returns -1 where memory for the

@@ -1,92 +1,61 @@
 /* The inner loop of a 4-bit layer, once for each instruction set. Included with these defined:
 
-   TILE, TARGET              name of the function and its target attribute
+   TILE, TARGET              the function is TILE_rows; its target attribute
    VECTOR, FLOATS, LANES     integer and float vectors, and outputs of one
-   SPAN, ROWS                vectors side by side and most rows, whose float sums stay in registers
+   ROWS                      most rows, whose sums of a group stay in registers
    LOAD(p), SPREAD(p), SPLAT_INT(i), SPLAT(f)  codes, one step of x, one number in every lane
    LOW(v), HIGH(v), DOT(sums, weights, x)      lower and upper halves of the bytes; products
-   HALVES(p), TO_FLOATS(v), FMA(a, b, c), TIMES(a, b), ZERO(), WRITE(p, v) */
+   HALVES(p), TO_FLOATS(v), FMA(a, b, c), TIMES(a, b), ZERO(), READ(p), WRITE(p, v) */
 
-TARGET INLINE void PASTE(TILE, _rows)(const struct job *x, int64_t row, const int rows, const char *panel, int64_t groups,
-                                      const int has_minima, float *out) {
-    const int64_t group_bytes = CODE_BYTES + SCALE_BYTES * (1 + has_minima);
-    for (int first = 0; first < PANEL; first += LANES * SPAN) {
-        FLOATS sums[ROWS][SPAN];
+TARGET INLINE void PASTE(TILE, _group)(const struct job *job, int64_t row, const int rows, int64_t group, int lane,
+                                       const char *codes, const int has_minima, float *out) {
+    VECTOR dots[ROWS];
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < SPAN; v++)
-                sums[r][v] = ZERO();
-        const char *codes = panel;
-        for (int64_t group = 0; group < groups; group++, codes += group_bytes) {
-            if (LANES * SPAN == PANEL)
-#pragma GCC unroll 24
-                for (int line = 0; line < CODE_BYTES + SCALE_BYTES * (1 + has_minima); line += 64)
-                    __builtin_prefetch(codes + AHEAD + line);
-#pragma GCC unroll 8
-            for (int v = 0; v < SPAN; v++) {
-                const int lane = first + v * LANES;
-                VECTOR dots[ROWS];
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++)
-                    dots[r] = SPLAT_INT(has_minima ? 0 : -ZERO_CODE * x->row_sums[(row + r) * x->groups + group]);
+    for (int r = 0; r < rows; r++)
+        dots[r] = SPLAT_INT(has_minima ? 0 : -ZERO_CODE * job->row_sums[(row + r) * job->groups + group]);
 #pragma GCC unroll 4
-                for (int step = 0; step < 4; step++) {
-                    const VECTOR both = LOAD(codes + step * PANEL * STEP_BYTES + lane * STEP_BYTES);
-                    const VECTOR low = LOW(both), high = HIGH(both);
+    for (int step = 0; step < 4; step++) {
+        const VECTOR both = LOAD(codes + step * PANEL * STEP_BYTES + lane * STEP_BYTES);
+        __builtin_prefetch(codes + AHEAD + step * PANEL * STEP_BYTES + lane * STEP_BYTES);
+        const VECTOR low = LOW(both), high = HIGH(both);
 #pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++) {
-                        const char *values = x->x + (row + r) * x->row_bytes + group * GROUP + step * STEP_BYTES;
-                        dots[r] = DOT(dots[r], low, SPREAD(values));
-                        dots[r] = DOT(dots[r], high, SPREAD(values + GROUP / 2));
-                    }
-                }
-                const FLOATS scales = HALVES(codes + CODE_BYTES + 2 * lane);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++) {
-                    const float scale = x->row_scales[(row + r) * x->groups + group];
-                    sums[r][v] = FMA(TO_FLOATS(dots[r]), TIMES(scales, SPLAT(scale)), sums[r][v]);
-                    if (has_minima) {
-                        const float sum = scale * (float)x->row_sums[(row + r) * x->groups + group];
-                        sums[r][v] = FMA(HALVES(codes + CODE_BYTES + SCALE_BYTES + 2 * lane), SPLAT(sum), sums[r][v]);
-                    }
-                }
-            }
+        for (int r = 0; r < rows; r++) {
+            const char *values = job->x + (row + r) * job->row_bytes + group * GROUP + step * STEP_BYTES;
+            dots[r] = DOT(dots[r], low, SPREAD(values));
+            dots[r] = DOT(dots[r], high, SPREAD(values + GROUP / 2));
         }
+    }
+    const FLOATS scales = HALVES(codes + CODE_BYTES + 2 * lane);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < SPAN; v++)
-                WRITE(out + r * PANEL + first + v * LANES, sums[r][v]);
+    for (int r = 0; r < rows; r++) {
+        const float scale = job->row_scales[(row + r) * job->groups + group];
+        float *total = out + r * PANEL + lane;
+        FLOATS sum = FMA(TO_FLOATS(dots[r]), TIMES(scales, SPLAT(scale)), group ? READ(total) : ZERO());
+        if (has_minima) {
+            const float least = scale * (float)job->row_sums[(row + r) * job->groups + group];
+            sum = FMA(HALVES(codes + CODE_BYTES + SCALE_BYTES + 2 * lane), SPLAT(least), sum);
+        }
+        WRITE(total, sum);
     }
 }
 
-#define CASE(count)                                                                                                    \
-    case count:                                                                                                        \
-        if (job->linear->has_minima)                                                                                   \
-            PASTE(TILE, _rows)(job, row, count, panel, steps, 1, sums);                                                \
-        else                                                                                                           \
-            PASTE(TILE, _rows)(job, row, count, panel, steps, 0, sums);                                                \
-        break
-
-TARGET static void TILE(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps, const char *panel,
-                        void *sums) {
+TARGET INLINE void PASTE(TILE, _rows)(const struct job *job, int64_t row, const int rows, int64_t step, int64_t steps,
+                                      const char *panel, float *out) {
     (void)step; /* all groups are taken at once */
-    switch (rows) {
-        CASE(1);
-        CASE(2);
-        CASE(3);
-        CASE(4);
-    }
+    for (int64_t group = 0; group < steps; group++, panel += job->step_bytes)
+        for (int lane = 0; lane < PANEL; lane += LANES) {
+            if (job->linear->has_minima)
+                PASTE(TILE, _group)(job, row, rows, group, lane, panel, 1, out);
+            else
+                PASTE(TILE, _group)(job, row, rows, group, lane, panel, 0, out);
+        }
 }
 
-#undef CASE
 #undef TILE
 #undef TARGET
 #undef VECTOR
 #undef FLOATS
 #undef LANES
-#undef SPAN
 #undef ROWS
 #undef LOAD
 #undef SPREAD
@@ -100,4 +69,5 @@ TARGET static void TILE(const struct job *job, int64_t row, int rows, int64_t st
 #undef FMA
 #undef TIMES
 #undef ZERO
+#undef READ
 #undef WRITE
