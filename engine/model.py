@@ -22,7 +22,7 @@ from .linear import Linear, Packing, padded_rows
 from .model_config import ModelConfig
 from .paged_kv import PagedKV
 from .params import EngineParams
-from .quantized import Weight, full, quantize
+from .quantized import HEAD_SCHEMES, Weight, full, quantize
 from .ranks import RankGroup
 from .rope import inverse_frequencies
 from .weights import LayerWeights, Weights
@@ -73,7 +73,7 @@ class Model:
         self._norm = shard.final_norm().to(self._device)
         head = shard.head()
         head = self._embedding if head is None else head.to(self._device)
-        self._head = self._packing.head(quantize(head, "none" if params.quantization == "none" else "w8a8"))
+        self._head = self._packing.head(quantize(head, HEAD_SCHEMES[params.quantization]))
         self._logits = torch.empty(0, config.vocab_size, device=self._device)
 
     def _prepare(self, weights: LayerWeights) -> _Layer:

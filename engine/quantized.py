@@ -17,6 +17,8 @@ from torch import Tensor
 from ..kernels.linear import GROUP, INT8_GROUP
 from .params import Quantization
 
+# Errors of the head are errors of the logits, so it has more bits than the layers before it.
+HEAD_SCHEMES: dict[Quantization, Quantization] = {"none": "none", "w8a8": "none", "int4": "w8a8"}
 BYTES = {"w8a8": 1 + 4 / INT8_GROUP, "int4": 0.5 + 4 / GROUP}  # of one weight
 _CHUNK_BYTES = 4 << 20  # of float32, while a weight is quantised
 _ZERO_CODE = 8  # of a 4-bit weight without minima

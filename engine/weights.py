@@ -24,7 +24,7 @@ from .linear import PROBE_BYTES
 from .model_config import ModelConfig
 from .params import Quantization
 from .partition import Range, head_ranges, query_ranges, split
-from .quantized import BYTES, Weight, join, quantize
+from .quantized import BYTES, HEAD_SCHEMES, Weight, join, quantize
 from .tensor_store import TensorStore
 from .weights_gguf import GGUFStore
 from .weights_hf import SafetensorsStore
@@ -161,7 +161,8 @@ class Weights:
         copies = 1 if config.tied and self.dtype == torch.float32 else 2
         resident = copies * vocab + config.layers * layer
         if self._quantization != "none":
-            resident = vocab + vocab // unit + int(config.layers * layer / unit * BYTES[self._quantization])
+            head = vocab // unit if HEAD_SCHEMES[self._quantization] == "w8a8" else vocab
+            resident = vocab + head + int(config.layers * layer / unit * BYTES[self._quantization])
         mlp = 2 * (shard.mlp[1] - shard.mlp[0]) * config.hidden * unit
         packing = PROBE_BYTES + 3 * mlp if self.dtype == torch.bfloat16 else 0
         loose = max(layer, 0 if config.tied else vocab)  # read, and not yet packed

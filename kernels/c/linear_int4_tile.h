@@ -2,52 +2,62 @@
 
    TILE, TARGET              the function is TILE_rows; its target attribute
    VECTOR, FLOATS, LANES     integer and float vectors, and outputs of one
-   ROWS                      most rows, whose sums of a group stay in registers
+   ROWS                      most rows; at most 2 * ROWS sums of a group are in registers
    LOAD(p), SPREAD(p), SPLAT_INT(i), SPLAT(f)  codes, one step of x, one number in every lane
    LOW(v), HIGH(v), DOT(sums, weights, x)      lower and upper halves of the bytes; products
    HALVES(p), TO_FLOATS(v), FMA(a, b, c), TIMES(a, b), ZERO(), READ(p), WRITE(p, v) */
 
 TARGET INLINE void PASTE(TILE, _group)(const struct job *job, int64_t row, const int rows, int64_t group, int lane,
-                                       const char *codes, const int has_minima, float *out) {
-    VECTOR dots[ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-        dots[r] = SPLAT_INT(has_minima ? 0 : -ZERO_CODE * job->row_sums[(row + r) * job->groups + group]);
+                                       const int span, const char *codes, const int has_minima, float *out) {
+    VECTOR dots[ROWS][4];
 #pragma GCC unroll 4
-    for (int step = 0; step < 4; step++) {
-        const VECTOR both = LOAD(codes + step * PANEL * STEP_BYTES + lane * STEP_BYTES);
-        __builtin_prefetch(codes + AHEAD + step * PANEL * STEP_BYTES + lane * STEP_BYTES);
-        const VECTOR low = LOW(both), high = HIGH(both);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            const char *values = job->x + (row + r) * job->row_bytes + group * GROUP + step * STEP_BYTES;
-            dots[r] = DOT(dots[r], low, SPREAD(values));
-            dots[r] = DOT(dots[r], high, SPREAD(values + GROUP / 2));
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < span; v++)
+            dots[r][v] = SPLAT_INT(has_minima ? 0 : -ZERO_CODE * job->row_sums[(row + r) * job->groups + group]);
+    const char *x = job->x + row * job->row_bytes + group * GROUP;
+    for (int step = 0; step < 4; step++, x += STEP_BYTES) {
+        VECTOR low[4], high[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < span; v++) {
+            const char *both = codes + (step * PANEL + lane + v * LANES) * STEP_BYTES;
+            __builtin_prefetch(both + AHEAD);
+            low[v] = LOW(LOAD(both));
+            high[v] = HIGH(LOAD(both));
         }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < span; v++) {
+                dots[r][v] = DOT(dots[r][v], low[v], SPREAD(x + r * job->row_bytes));
+                dots[r][v] = DOT(dots[r][v], high[v], SPREAD(x + r * job->row_bytes + GROUP / 2));
+            }
     }
-    const FLOATS scales = HALVES(codes + CODE_BYTES + 2 * lane);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
-        const float scale = job->row_scales[(row + r) * job->groups + group];
-        float *total = out + r * PANEL + lane;
-        FLOATS sum = FMA(TO_FLOATS(dots[r]), TIMES(scales, SPLAT(scale)), group ? READ(total) : ZERO());
-        if (has_minima) {
-            const float least = scale * (float)job->row_sums[(row + r) * job->groups + group];
-            sum = FMA(HALVES(codes + CODE_BYTES + SCALE_BYTES + 2 * lane), SPLAT(least), sum);
+        const int64_t place = (row + r) * job->groups + group;
+        const FLOATS scale = SPLAT(job->row_scales[place]);
+        const FLOATS sum = SPLAT(job->row_scales[place] * (float)job->row_sums[place]);
+#pragma GCC unroll 4
+        for (int v = 0; v < span; v++) {
+            const char *numbers = codes + CODE_BYTES + 2 * (lane + v * LANES);
+            float *total = out + r * PANEL + lane + v * LANES;
+            FLOATS value = FMA(TO_FLOATS(dots[r][v]), TIMES(HALVES(numbers), scale), group ? READ(total) : ZERO());
+            WRITE(total, has_minima ? FMA(HALVES(numbers + SCALE_BYTES), sum, value) : value);
         }
-        WRITE(total, sum);
     }
 }
 
 TARGET INLINE void PASTE(TILE, _rows)(const struct job *job, int64_t row, const int rows, int64_t step, int64_t steps,
                                       const char *panel, float *out) {
     (void)step; /* all groups are taken at once */
+    const int span = rows > 2 ? 2 : 4; /* enough sums at a time to hide how long one takes */
     for (int64_t group = 0; group < steps; group++, panel += job->step_bytes)
-        for (int lane = 0; lane < PANEL; lane += LANES) {
+        for (int lane = 0; lane < PANEL; lane += span * LANES) {
             if (job->linear->has_minima)
-                PASTE(TILE, _group)(job, row, rows, group, lane, panel, 1, out);
+                PASTE(TILE, _group)(job, row, rows, group, lane, span, panel, 1, out);
             else
-                PASTE(TILE, _group)(job, row, rows, group, lane, panel, 0, out);
+                PASTE(TILE, _group)(job, row, rows, group, lane, span, panel, 0, out);
         }
 }
 
