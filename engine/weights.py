@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ from .model_config import ModelConfig
 from .params import Quantization
 from .partition import Range, head_ranges, query_ranges, split
 from .quantized import BYTES, HEAD_SCHEMES, Weight, join, quantize
+from .tensor_names import EMBEDDING, HEAD, NORM, check_tensors, expected
 from .tensor_store import TensorStore
 from .weights_gguf import GGUFStore
 from .weights_hf import SafetensorsStore
@@ -32,9 +32,6 @@ from .weights_quantized import QuantizedStore
 
 Progress = Callable[[int, int], None]
 _CHUNK_BYTES = 4 << 20  # of float32, while a tensor is converted (and a few times that inside the conversion)
-# Left by old converters: recomputed from the configuration, or already part of it.
-_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight")
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ class Weights:
         report: Progress,
     ):
         """`report(done, total)` gets bytes of the files. Raises ConfigError: missing, extra or misshapen tensors."""
-        _check_tensors(config, store)
+        check_tensors(config, store)
         self.config = config
         self.shard = shard
         self.dtype = dtype
@@ -143,7 +140,7 @@ class Weights:
         """Of the whole model, whatever the tensor parallelism: settings, names, shapes and samples of the bytes."""
         digest = hashlib.blake2b(self._quantization.encode(), digest_size=16)
         digest.update(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
-        for name in sorted(_expected(self.config)):
+        for name in sorted(expected(self.config)):
             tensor = self._store.tensors[name]
             digest.update(f"{name} {tensor.shape} {tensor.kind}\n".encode())
             with tensor.file.open("rb") as file:
@@ -177,15 +174,15 @@ class Weights:
 
     def embedding(self) -> Tensor:
         """[the rank's vocabulary, hidden]."""
-        return self._rows(_EMBEDDING, self.shard.vocab)
+        return self._rows(EMBEDDING, self.shard.vocab)
 
     def final_norm(self) -> Tensor:
         """[hidden]."""
-        return self._vector(_NORM, None)
+        return self._vector(NORM, None)
 
     def head(self) -> Tensor | None:
         """[the rank's vocabulary, hidden], or None when the embedding serves as head."""
-        return None if self.config.tied else self._rows(_HEAD, self.shard.vocab)
+        return None if self.config.tied else self._rows(HEAD, self.shard.vocab)
 
     def layer(self, index: int) -> LayerWeights:
         """The tensors of layer `index`."""
@@ -272,64 +269,12 @@ class Weights:
         self._report(self._done, self._total)
 
 
-def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model with its shape."""
-    hidden, inner = config.hidden, config.intermediate
-    query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _NORM: (hidden,)}
-    if not config.tied:
-        shapes[_HEAD] = (config.vocab_size, hidden)
-    linears: Iterable[tuple[str, int, int, bool]] = (
-        ("self_attn.q_proj", query, hidden, config.attention_bias),
-        ("self_attn.k_proj", kv, hidden, config.attention_bias),
-        ("self_attn.v_proj", kv, hidden, config.attention_bias),
-        ("self_attn.o_proj", hidden, query, config.output_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
-    for layer in range(config.layers):
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{prefix}{norm}.weight"] = (hidden,)
-        if config.qk_norm:
-            for norm in ("self_attn.q_norm", "self_attn.k_norm"):
-                shapes[f"{prefix}{norm}.weight"] = (config.head_dim,)
-        for name, rows, columns, bias in linears:
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-    return shapes
-
-
-def _check_tensors(config: ModelConfig, store: TensorStore) -> None:
-    expected, found = _expected(config), store.tensors
-    redundant = {_HEAD} if config.tied else set()
-    missing = sorted(set(expected) - set(found))
-    extra = sorted(name for name in set(found) - set(expected) - redundant if not _IGNORED.fullmatch(name))
-    shapes = [
-        f"{name} is {list(found[name].shape)}, must be {list(shape)}"
-        for name, shape in sorted(expected.items())
-        if name in found and found[name].shape != shape
-    ]
-    problems = [
-        f"{title}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        for title, names in (("missing tensors", missing), ("unexpected tensors", extra), ("wrong shapes", shapes))
-        if names
-    ]
-    if _HEAD in missing:
-        problems.append("(tie_word_embeddings is false, so the head must be there)")
-    if problems:
-        where = next(iter(found.values())).file if found else "the checkpoint"
-        raise ConfigError(f"{where}: {'; '.join(problems)}")
-
-
 def _file_bytes(config: ModelConfig, store: TensorStore, shard: Shard) -> int:
     """Bytes of the files that one rank reads, as `Weights._advance` counts them."""
     heads = {"q_proj": (shard.query_heads, config.head_dim), "k_proj": (shard.kv_heads, config.head_dim)}
     heads["v_proj"] = heads["k_proj"]
     total = 0
-    for name in _expected(config):
+    for name in expected(config):
         tensor = store.tensors[name]
         part = name.split(".")[-2]
         rows = tensor.shape[0]
@@ -338,7 +283,7 @@ def _file_bytes(config: ModelConfig, store: TensorStore, shard: Shard) -> int:
             rows = (stop - start) * dim
         elif part in ("gate_proj", "up_proj"):
             rows = shard.mlp[1] - shard.mlp[0]
-        elif name in (_EMBEDDING, _HEAD):
+        elif name in (EMBEDDING, HEAD):
             rows = shard.vocab[1] - shard.vocab[0]
         elif name.endswith(("o_proj.bias", "down_proj.bias")) and shard.rank:
             rows = 0
