@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import cpu_attention, reference
-from ..kernels.rms_norm import rms_norm
-from ..kernels.rotary import angles, rotate
+from ..kernels.rms_norm import add_rms_norm, rms_norm
+from ..kernels.rotary import Rotation, angles
 from ..kernels.silu_mul import silu_mul
 from .batch import BatchTensors
 from .linear import Linear, Packing, padded_rows
@@ -49,9 +49,7 @@ class _Step:
     """What the layers of one step share."""
 
     batch: BatchTensors
-    cos: Tensor
-    sin: Tensor
-    kv_rows: Tensor
+    rotation: Rotation
     plan: cpu_attention.AttentionPlan | None  # None: not on a CPU
 
 
@@ -105,16 +103,22 @@ class Model:
         """
         hidden = self._embed(batch.token_ids)
         step = self._prepare_step(batch, kv)
-        announced = 0
+        normed = rms_norm(hidden, self._layers[0].attention_norm, self._config.rms_eps)
+        announced, last = 0, len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            query = self._project(layer, hidden, step, kv, index)
-            if index + 1 - announced == self._layer_group or index + 1 == len(self._layers):
+            query = self._project(layer, normed, step, kv, index)
+            if index + 1 - announced == self._layer_group or index == last:
                 on_layers(announced, index + 1)
                 announced = index + 1
+            if index == last and not len(batch.logit_rows):
+                return self._head_logits(normed[:0])
             attended = self._attend(query, step, kv, index, hidden.shape[0])
-            hidden = self._add(hidden, layer.output(attended))
-            hidden = self._mlp(layer, hidden)
-        return self._head_logits(hidden, batch.logit_rows)
+            if index == last:  # from here on only for the rows that are asked for
+                hidden, attended = self._pick(hidden, batch.logit_rows), self._pick(attended, batch.logit_rows)
+            normed = self._add_norm(hidden, layer.output(attended), layer.mlp_norm)
+            following = self._norm if index == last else self._layers[index + 1].attention_norm
+            normed = self._add_norm(hidden, self._mlp(layer, normed), following)
+        return self._head_logits(normed[: len(batch.logit_rows)])
 
     def _prepare_step(self, batch: BatchTensors, kv: PagedKV) -> _Step:
         factor = self._config.rope.attention_factor
@@ -122,7 +126,7 @@ class Model:
         plan = None
         if self._device.type == "cpu":
             plan = cpu_attention.plan_attention(batch.cu_seqlens, batch.context_lens, batch.block_tables, kv.key(0))
-        return _Step(batch, cos, sin, cpu_attention.kv_rows(batch.slots, kv.key(0)), plan)
+        return _Step(batch, Rotation(cos, sin, batch.slots, kv.key(0)), plan)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[rows, hidden]: the tokens, and zero rows up to a count that the linears take as it is."""
@@ -136,58 +140,58 @@ class Model:
         self._group.all_reduce(hidden)
         return hidden
 
-    def _project(self, layer: _Layer, hidden: Tensor, step: _Step, kv: PagedKV, index: int) -> Tensor:
+    def _pick(self, rows: Tensor, indices: Tensor) -> Tensor:
+        """Some rows, and zero rows up to a count that the linears take as it is."""
+        extra = padded_rows(len(indices)) - len(indices) if self._padded else 0
+        return F.pad(rows[indices], (0, 0, 0, extra))
+
+    def _project(self, layer: _Layer, normed: Tensor, step: _Step, kv: PagedKV, index: int) -> Tensor:
         """Queries [T, local heads, D], rotated; keys and values go into the pool."""
         dim = self._config.head_dim
         queries = self._owned.query_heads[1] - self._owned.query_heads[0]
         keys = self._owned.kv_heads[1] - self._owned.kv_heads[0]
-        normed = rms_norm(hidden, layer.attention_norm, self._config.rms_eps)
         heads = layer.qkv(normed)[: len(step.batch.token_ids)].view(-1, queries + 2 * keys, dim)
-        turned = heads[:, : queries + keys]
         if layer.query_norm is not None and layer.key_norm is not None:
             eps = self._config.rms_eps
-            normed_queries = rms_norm(turned[:, :queries], layer.query_norm, eps)
-            turned = torch.cat((normed_queries, rms_norm(turned[:, queries:], layer.key_norm, eps)), dim=1)
-        turned = rotate(turned, step.cos, step.sin)
-        cpu_attention.write_kv(kv.key(index), step.kv_rows, turned[:, queries:])
-        cpu_attention.write_kv(kv.value(index), step.kv_rows, heads[:, queries + keys :])
-        return turned[:, :queries]
+            normed_queries = rms_norm(heads[:, :queries], layer.query_norm, eps)
+            normed_keys = rms_norm(heads[:, queries : queries + keys], layer.key_norm, eps)
+            heads = torch.cat((normed_queries, normed_keys, heads[:, queries + keys :]), dim=1)
+        return step.rotation.apply(heads, kv.key(index), kv.value(index))
 
     def _attend(self, query: Tensor, step: _Step, kv: PagedKV, index: int, rows: int) -> Tensor:
         """[rows, local heads * D]; rows beyond the tokens are zero."""
         tokens, heads, dim = query.shape
         scale = dim**-0.5
-        out = query.new_zeros(rows, heads, dim)
+        out = query.new_empty(rows, heads, dim)
+        out[tokens:].zero_()
         keys, values, batch = kv.key(index), kv.value(index), step.batch
         if step.plan is not None:
-            cpu_attention.paged_attention(query, keys, values, step.plan, scale, out[:tokens])
+            step.plan.attend(query, keys, values, scale, out[:tokens])
         else:
             out[:tokens] = reference.paged_attention(
                 query, keys, values, batch.cu_seqlens, batch.context_lens, batch.block_tables, scale
             )
         return out.view(rows, heads * dim)
 
-    def _mlp(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        normed = rms_norm(hidden, layer.mlp_norm, self._config.rms_eps)
-        width = 2 * (self._owned.mlp[1] - self._owned.mlp[0]) * hidden.element_size()
+    def _mlp(self, layer: _Layer, normed: Tensor) -> Tensor:
+        width = 2 * (self._owned.mlp[1] - self._owned.mlp[0]) * normed.element_size()
         slab = max(512, _SLAB_BYTES // width // 512 * 512)
         if len(normed) <= slab:
-            return self._add(hidden, layer.down(silu_mul(layer.gate_up(normed))))
-        return self._add(
-            hidden, torch.cat([layer.down(silu_mul(layer.gate_up(part))) for part in torch.split(normed, slab)])
-        )
+            return layer.down(silu_mul(layer.gate_up(normed)))
+        return torch.cat([layer.down(silu_mul(layer.gate_up(part))) for part in torch.split(normed, slab)])
 
-    def _add(self, hidden: Tensor, part: Tensor) -> Tensor:
-        """The residual stream plus the sum of all ranks' parts."""
+    def _add_norm(self, hidden: Tensor, part: Tensor, weight: Tensor) -> Tensor:
+        """Adds the sum of all ranks' parts to the residual stream `hidden`, and returns its norm."""
         self._group.all_reduce(part)
-        return part.add_(hidden)
+        return add_rms_norm(hidden, part, weight, self._config.rms_eps)
 
-    def _head_logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        last = rms_norm(hidden[rows], self._norm, self._config.rms_eps)
-        local = self._head(last) if len(rows) else last.new_empty(0, self._owned.vocab[1] - self._owned.vocab[0])
+    def _head_logits(self, last: Tensor) -> Tensor:
+        """Logits of normed rows [R, hidden]; see `forward`."""
+        rows = len(last)
+        local = self._head(last) if rows else last.new_empty(0, self._owned.vocab[1] - self._owned.vocab[0])
         gathered = self._group.gather_columns(local, self._owned.vocab_widths)
         if self._group.rank:
             return gathered.new_empty(0, 0, dtype=torch.float32)
-        if len(self._logits) < len(rows):
-            self._logits = torch.empty(len(rows), self._config.vocab_size, device=self._device)
-        return self._logits[: len(rows)].copy_(gathered)
+        if len(self._logits) < rows:
+            self._logits = torch.empty(rows, self._config.vocab_size, device=self._device)
+        return self._logits[:rows].copy_(gathered)

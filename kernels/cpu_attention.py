@@ -20,6 +20,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .native import library
+from .paged_attention import PagedAttention
+
 _KEY_STEP = 64  # keys are padded to a multiple of this
 _MIN_ROWS = {torch.float32: 16}
 _MIN_ROWS_REDUCED = 4
@@ -59,11 +62,26 @@ class _Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Everything about a step's attention that is the same in each layer."""
+class GatheredAttention:
+    """Everything about a step's attention that is the same in each layer, for the torch path."""
 
     decode: tuple[_Decode, ...]
     prefill: tuple[_Prefill, ...]
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
+        """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, D] into out [T, Hq, D].
+
+        Where the pool's dtype is not the query's, both are widened to the one that holds either (float32), so nothing
+        but the pool's own rounding is lost.
+        """
+        query = query.to(torch.promote_types(query.dtype, keys.dtype))
+        for group in self.decode:
+            out[group.tokens] = _decode(query, keys, values, group, scale).to(out.dtype)
+        for piece in self.prefill:
+            _prefill(query, keys, values, piece, scale, out)
+
+
+AttentionPlan = PagedAttention | GatheredAttention
 
 
 def plan_attention(
@@ -72,10 +90,22 @@ def plan_attention(
     block_tables: Sequence[Sequence[int]],
     pool: Tensor,
 ) -> AttentionPlan:
-    """Plan a step over pools shaped like `pool` [blocks, H, block_size, D].
+    """Plan a step over pools shaped like `pool` [blocks, H, block_size, D]: by C, or without the library by torch.
 
     The tokens of sequence i are rows cu_seqlens[i]:cu_seqlens[i + 1], the last ones of its context_lens[i] tokens.
     """
+    if library() is not None:
+        return PagedAttention(cu_seqlens, context_lens, block_tables, pool)
+    return plan_gathered(cu_seqlens, context_lens, block_tables, pool)
+
+
+def plan_gathered(
+    cu_seqlens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    pool: Tensor,
+) -> GatheredAttention:
+    """The torch path of `plan_attention`."""
     counts = [stop - start for start, stop in pairwise(cu_seqlens)]
     single = sorted((i for i, count in enumerate(counts) if count == 1), key=lambda i: context_lens[i])
     decode = []
@@ -95,7 +125,7 @@ def plan_attention(
         for i, count in enumerate(counts)
         if count > 1
     ]
-    return AttentionPlan(tuple(decode), tuple(prefill))
+    return GatheredAttention(tuple(decode), tuple(prefill))
 
 
 def _group(ascending: Sequence[int], lengths: Sequence[int], pool: Tensor) -> list[list[int]]:
@@ -132,33 +162,6 @@ def _plan_pages(tables: Sequence[Sequence[int]], lengths: Sequence[int], pool: T
     behind = torch.arange(span)[None, :] >= torch.tensor(lengths)[:, None]
     stale = behind[:, None, :].expand(-1, heads, -1).reshape(-1).nonzero().squeeze(1)
     return _Pages(rows, stale, len(tables) * heads, span, keys)
-
-
-def write_kv(pool: Tensor, rows: Tensor, heads: Tensor) -> None:
-    """Put heads [T, H, D] into pool [blocks, H, block_size, D] at `rows` from `kv_rows`."""
-    pool.view(-1, pool.shape[3]).index_copy_(0, rows, heads.reshape(-1, pool.shape[3]).to(pool.dtype))
-
-
-def kv_rows(slots: Tensor, pool: Tensor) -> Tensor:
-    """Where the heads of tokens at slots int64 [T] (block * block_size + offset) lie in the pool seen as [rows, D]."""
-    _, heads, size, _ = pool.shape
-    block, offset = slots // size, slots % size
-    return ((block[:, None] * heads + torch.arange(heads, device=slots.device)) * size + offset[:, None]).reshape(-1)
-
-
-def paged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float, out: Tensor
-) -> None:
-    """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, D] into out [T, Hq, D].
-
-    Where the pool's dtype is not the query's, both are widened to the one that holds either (float32), so nothing but
-    the pool's own rounding is lost.
-    """
-    query = query.to(torch.promote_types(query.dtype, keys.dtype))
-    for group in plan.decode:
-        out[group.tokens] = _decode(query, keys, values, group, scale).to(out.dtype)
-    for piece in plan.prefill:
-        _prefill(query, keys, values, piece, scale, out)
 
 
 def _gather(pool: Tensor, pages: _Pages, dtype: torch.dtype) -> Tensor:

@@ -16,8 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import cast
+
+import torch
 
 _HERE = Path(__file__).resolve().parent
 _SOURCES = sorted((_HERE / "c").glob("*.[ch]"))
@@ -33,6 +37,13 @@ _FLAGS = (
     "-Werror",
 )
 
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as c/numbers.h counts them
+COMPUTED = (torch.float32, torch.bfloat16)  # of activations; pools may have any of DTYPES
+LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3}  # the most that a call may use of the processor
+BEST = LEVELS["avx512_bf16"]
+
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +58,19 @@ def library() -> ctypes.CDLL | None:
             "no C kernels, the slower torch paths run (`make install` builds them where a compiler is): %s", error
         )
         return None
+
+
+@cache
+def function(name: str, arguments: str) -> Callable[..., None] | None:
+    """A C function without a result, or None where there is no library.
+
+    `arguments` is a letter each: p a pointer, n an int64, i an int, f a float.
+    """
+    if (native := library()) is None:
+        return None
+    found = getattr(native, name)
+    found.argtypes, found.restype = [_TYPES[letter] for letter in arguments], None
+    return cast(Callable[..., None], found)
 
 
 def build() -> Path:

@@ -1,9 +1,12 @@
-"""Rotary positions: the angles of a step, and the rotation of query and key heads (two halves of a head)."""
+"""Rotary positions: the angles of a step, the rotation of query and key heads (two halves of a head), and the way of
+keys and values into the pool; on a CPU by C (c/layer.c)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from .native import BEST, DTYPES, function
 
 
 def angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -20,3 +23,46 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     torch.mul(left, cos, out=out[..., :half]).sub_(right * sin)
     torch.mul(right, cos, out=out[..., half:]).add_(left * sin)
     return out
+
+
+def kv_rows(slots: Tensor, pool: Tensor) -> Tensor:
+    """Where the heads of tokens at slots int64 [T] (block * block_size + offset) lie in the pool seen as [rows, D]."""
+    _, heads, size, _ = pool.shape
+    block, offset = slots // size, slots % size
+    return ((block[:, None] * heads + torch.arange(heads, device=slots.device)) * size + offset[:, None]).reshape(-1)
+
+
+def write_kv(pool: Tensor, rows: Tensor, heads: Tensor) -> None:
+    """Put heads [T, H, D] into pool [blocks, H, block_size, D] at `rows` from `kv_rows`."""
+    pool.view(-1, pool.shape[3]).index_copy_(0, rows, heads.reshape(-1, pool.shape[3]).to(pool.dtype))
+
+
+class Rotation:
+    """The angles of a step's T tokens, and their places in pools shaped like `pool` [blocks, H, block_size, D].
+
+    `slots` int64 [T]: block * block_size + offset. They must be in the pool: nothing here checks them.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, slots: Tensor, pool: Tensor, level: int = BEST) -> None:
+        self._cos, self._sin, self._slots, self._level = cos, sin, slots, level
+        self._run = function("baton_rotate", "ppppppnnnnnnnii") if pool.device.type == "cpu" else None
+        self._rows = kv_rows(slots, pool) if self._run is None else slots
+
+    def apply(self, heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Rotate queries and keys of heads [T, Hq + 2H, D], contiguous; keys and values go into the pools.
+
+        Returns the queries [T, Hq, D], a part of `heads` or a new tensor.
+        """
+        tokens, count, dim = heads.shape
+        kv_heads, size = keys.shape[1:3]
+        queries = count - 2 * kv_heads
+        if self._run is None:
+            turned = rotate(heads[:, : queries + kv_heads], self._cos, self._sin)
+            write_kv(keys, self._rows, turned[:, queries:])
+            write_kv(values, self._rows, heads[:, queries + kv_heads :])
+            return turned[:, :queries]
+        parts = (heads, self._cos, self._sin, self._slots, keys, values)
+        dtypes = (DTYPES[heads.dtype], DTYPES[keys.dtype])
+        shape = (tokens, queries, kv_heads, dim, size)
+        self._run(*(part.data_ptr() for part in parts), *shape, *dtypes, torch.get_num_threads(), self._level)
+        return heads[:, :queries]

@@ -1,0 +1,133 @@
+/* Norm, rotation and gate, row by row, over the vectors of simd_*.h; the including file names the table in OPS. */
+#include "layer.h"
+#include <math.h>
+#include <string.h>
+
+/* `count` numbers, at most LANES of them, and zeros. */
+INLINE vec take(const char *p, int64_t count, const int64_t dtype) {
+    char whole[4 * LANES];
+    if (count < LANES) {
+        memset(whole, 0, sizeof whole);
+        memcpy(whole, p, (size_t)(count * width(dtype)));
+        p = whole;
+    }
+    return dtype == FLOAT32 ? v_load(p) : dtype == BFLOAT16 ? v_from_bf16(p) : v_from_f16(p);
+}
+
+INLINE void give(char *p, vec x, int64_t count, const int64_t dtype) {
+    char whole[4 * LANES], *to = count < LANES ? whole : p;
+    if (dtype == FLOAT32)
+        v_store(to, x);
+    else if (dtype == BFLOAT16)
+        v_to_bf16(to, x);
+    else
+        v_to_f16(to, x);
+    if (count < LANES)
+        memcpy(p, whole, (size_t)(count * width(dtype)));
+}
+
+/* As if it had been stored between two operations. */
+INLINE vec rounded(vec x, const int64_t dtype) { return dtype == FLOAT32 ? x : v_round_bf16(x); }
+
+INLINE void norm_row(const struct norm *n, int64_t row, const int64_t dtype) {
+    int64_t bytes = width(dtype), start = row * n->size * bytes;
+    char *hidden = n->hidden + start;
+    vec sum = v_zero();
+    for (int64_t at = 0; at < n->size; at += LANES) {
+        vec x = take(hidden + at * bytes, n->size - at, dtype);
+        if (n->part) {
+            x = rounded(v_add(x, take(n->part + start + at * bytes, n->size - at, dtype)), dtype);
+            give(hidden + at * bytes, x, n->size - at, dtype);
+        }
+        sum = v_add(sum, v_mul(x, x));
+    }
+    vec scale = v_set(1.0f / sqrtf(v_sum(sum) / (float)n->size + n->eps));
+    for (int64_t at = 0; at < n->size; at += LANES) {
+        vec x = rounded(v_mul(take(hidden + at * bytes, n->size - at, dtype), scale), dtype);
+        give(n->out + start + at * bytes, v_mul(x, take(n->weight + at * bytes, n->size - at, dtype)), n->size - at, dtype);
+    }
+}
+
+static TARGET void norm(const void *arguments, int64_t first, int64_t last) {
+    const struct norm *n = arguments;
+    for (int64_t row = first; row < last; row++)
+        if (n->dtype == FLOAT32)
+            norm_row(n, row, FLOAT32);
+        else
+            norm_row(n, row, BFLOAT16);
+}
+
+/* Both halves of one head turn: the first half of `to` is left * cos - right * sin. */
+INLINE void rotate_head(const char *from, const char *cos, const char *sin, int64_t half, char *to, const int64_t dtype,
+                        const int64_t to_dtype) {
+    int64_t bytes = width(dtype), to_bytes = width(to_dtype);
+    for (int64_t at = 0; at < half; at += LANES) {
+        vec left = take(from + at * bytes, half - at, dtype), right = take(from + (half + at) * bytes, half - at, dtype);
+        vec c = take(cos + at * bytes, half - at, dtype), s = take(sin + at * bytes, half - at, dtype);
+        vec low = v_sub(rounded(v_mul(left, c), dtype), rounded(v_mul(right, s), dtype));
+        vec high = v_add(rounded(v_mul(right, c), dtype), rounded(v_mul(left, s), dtype));
+        give(to + at * to_bytes, rounded(low, dtype), half - at, to_dtype);
+        give(to + (half + at) * to_bytes, rounded(high, dtype), half - at, to_dtype);
+    }
+}
+
+INLINE void store_row(const char *from, int64_t dim, char *to, const int64_t dtype, const int64_t to_dtype) {
+    if (dtype == to_dtype)
+        memcpy(to, from, (size_t)(dim * width(dtype)));
+    else
+        for (int64_t at = 0; at < dim; at += LANES)
+            give(to + at * width(to_dtype), take(from + at * width(dtype), dim - at, dtype), dim - at, to_dtype);
+}
+
+INLINE void rotate_tokens(const struct rotation *r, int64_t first, int64_t last, const int64_t dtype, const int64_t pool) {
+    int64_t half = r->head_dim / 2, row = r->head_dim * width(dtype), pool_row = r->head_dim * width(pool);
+    for (int64_t token = first; token < last; token++) {
+        char *heads = r->heads + token * (r->query_heads + 2 * r->kv_heads) * row;
+        const char *cos = r->cos + token * half * width(dtype), *sin = r->sin + token * half * width(dtype);
+        int64_t block = r->slots[token] / r->block_size, offset = r->slots[token] % r->block_size;
+        for (int64_t head = 0; head < r->query_heads; head++)
+            rotate_head(heads + head * row, cos, sin, half, heads + head * row, dtype, dtype);
+        const char *keys = heads + r->query_heads * row, *values = keys + r->kv_heads * row;
+        for (int64_t head = 0; head < r->kv_heads; head++) {
+            int64_t to = ((block * r->kv_heads + head) * r->block_size + offset) * pool_row;
+            rotate_head(keys + head * row, cos, sin, half, r->keys + to, dtype, pool);
+            store_row(values + head * row, r->head_dim, r->values + to, dtype, pool);
+        }
+    }
+}
+
+static TARGET void rotate(const void *arguments, int64_t first, int64_t last) {
+    const struct rotation *r = arguments;
+    switch (3 * r->dtype + r->pool_dtype) {
+    case 3 * FLOAT32 + FLOAT32: rotate_tokens(r, first, last, FLOAT32, FLOAT32); break;
+    case 3 * FLOAT32 + BFLOAT16: rotate_tokens(r, first, last, FLOAT32, BFLOAT16); break;
+    case 3 * FLOAT32 + FLOAT16: rotate_tokens(r, first, last, FLOAT32, FLOAT16); break;
+    case 3 * BFLOAT16 + FLOAT32: rotate_tokens(r, first, last, BFLOAT16, FLOAT32); break;
+    case 3 * BFLOAT16 + BFLOAT16: rotate_tokens(r, first, last, BFLOAT16, BFLOAT16); break;
+    case 3 * BFLOAT16 + FLOAT16: rotate_tokens(r, first, last, BFLOAT16, FLOAT16); break;
+    }
+}
+
+INLINE void gate_row(const struct gate *g, int64_t row, const int64_t dtype) {
+    int64_t bytes = width(dtype);
+    const char *gate = g->gate_up + 2 * row * g->size * bytes, *up = gate + g->size * bytes;
+    char *out = g->out + row * g->size * bytes;
+    for (int64_t at = 0; at < g->size; at += LANES) {
+        int64_t count = g->size - at;
+        vec x = take(gate + at * bytes, count, dtype);
+        vec power = v_exp2(v_min(v_set(127.0f), v_mul(x, v_set(-1.44269504f))));
+        vec silu = rounded(v_div(x, v_add(v_set(1.0f), power)), dtype);
+        give(out + at * bytes, v_mul(silu, take(up + at * bytes, count, dtype)), count, dtype);
+    }
+}
+
+static TARGET void gate(const void *arguments, int64_t first, int64_t last) {
+    const struct gate *g = arguments;
+    for (int64_t row = first; row < last; row++)
+        if (g->dtype == FLOAT32)
+            gate_row(g, row, FLOAT32);
+        else
+            gate_row(g, row, BFLOAT16);
+}
+
+const struct layer_ops OPS = {norm, rotate, gate};

@@ -1,0 +1,10 @@
+/* Work on the threads that torch has already. */
+#ifndef BATON_PARALLEL_H
+#define BATON_PARALLEL_H
+
+/* Call work(data) on `threads` threads at the same time, and return when all are done. Torch's OpenMP runtime, which is
+   loaded, lends its threads: a second set would take turns with those that spin. Without one, work runs on this thread
+   alone; so it takes what there is to do piece by piece from a shared counter. */
+void baton_parallel(void (*work)(void *), void *data, int threads);
+
+#endif
