@@ -19,6 +19,7 @@ from baton.kv_transfer.wire import WireError
 from baton.proto.errors import TransferFailed
 from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer
 from baton.tests.harness.kv_rig import LEG, PARAMS, Events, Rig, TensorStore, rig
+from baton.tests.harness.one_pair import until
 
 OTHER = ("other", 1, 0)
 
@@ -267,6 +268,7 @@ def test_cf_01_a_new_worker_at_the_same_address_is_served_and_knows_no_old_ticke
         second = Receiver(PARAMS, renewed, SHAPE, 0, "decode-0", "two", book, news)
         try:
             assert second.address == first.address
+            until(lambda: not pair.senders[0].open_links, "the old link is still in use")
             pair.open(OTHER, stale, PROMPT, pair.source_blocks(PROMPT))
             error = pair.sent[0].wait(SendFailed)[0].error
             assert isinstance(error, TransferFailed)
