@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from baton.benchmarks import engine_compare
 from baton.engine.paged_kv import DTYPES
-from baton.engine.params import EngineParams
+from baton.engine.params import EngineParams, Quantization
 from baton.engine.ranks import SingleRank
 from baton.engine.runner import Runner
 from baton.engine.step import DRAWN_BY_LEADER, SequenceStep
@@ -44,13 +44,13 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def load(model: str, dtype: str, threads: int = 1) -> Runner:
+def load(model: str, dtype: str, quantization: Quantization, threads: int = 1) -> Runner:
     """One rank, room for the largest case."""
     blocks = max(batch * (-(-(context + engine_compare.NEW) // BLOCK)) for batch, context in BATCHES)
     params = EngineParams(
         model_path=model,
         dtype=dtype,
-        quantization="none",
+        quantization=quantization,
         device="cpu",
         threads=threads,
         block_size=BLOCK,
@@ -127,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--quantization", default="none", choices=("none", "w8a8", "int4"), help="of our weights")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer-python")
     parser.add_argument("--peer-model")
@@ -137,12 +138,12 @@ def main() -> None:
         parser.error("--peer-python and --peer-model go together")
     if (args.llama_bench is None) != (args.llama_model is None):
         parser.error("--llama-bench and --llama-model go together")
-    runner = load(args.model, args.dtype)
+    runner = load(args.model, args.dtype, args.quantization)
     against_limits(runner, args.model, args.dtype, args.repeats)
     if args.peer_python:
         engine_compare.against_peer(runner, args.peer_python, args.peer_model, args.repeats)
     if args.llama_bench:
-        two = load(args.model, args.dtype, threads=2)
+        two = load(args.model, args.dtype, args.quantization, threads=2)
         engine_compare.against_llama(two, args.llama_bench, args.llama_model, args.repeats)
 
 
