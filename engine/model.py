@@ -163,7 +163,8 @@ class Model:
         tokens, heads, dim = query.shape
         scale = dim**-0.5
         out = query.new_empty(rows, heads, dim)
-        out[tokens:].zero_()
+        if rows > tokens:
+            out[tokens:].zero_()
         keys, values, batch = kv.key(index), kv.value(index), step.batch
         if step.plan is not None:
             step.plan.attend(query, keys, values, scale, out[:tokens])

@@ -40,6 +40,8 @@ class PagedKV:
         # Zeros, because kernels may read and then mask the unwritten end of a block: it must hold numbers.
         shape = (layout.layers, 2, blocks, stop - start, layout.block_size, layout.head_dim)
         self.data = prefer_huge_pages(torch.empty(shape, dtype=DTYPES[layout.dtype], device=device)).zero_()
+        self._keys = [layer[0] for layer in self.data]
+        self._values = [layer[1] for layer in self.data]
         self._limits = (layout.layers, blocks, stop - start)
         self._pages = _pages(self.data)
 
@@ -55,11 +57,11 @@ class PagedKV:
 
     def key(self, layer: int) -> Tensor:
         """A view [blocks, heads, block_size, head_dim]."""
-        return self.data[layer, 0]
+        return self._keys[layer]
 
     def value(self, layer: int) -> Tensor:
         """A view [blocks, heads, block_size, head_dim]."""
-        return self.data[layer, 1]
+        return self._values[layer]
 
     def gather(
         self, blocks: Sequence[int], layers: Span, heads: Span, tokens: Span, out: Tensor | None = None

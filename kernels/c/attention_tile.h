@@ -6,11 +6,7 @@
 
    A unit is what one lane multiplies at a time: a float, or with PAIRS two bfloat16 numbers (and the weights are rounded
    to bfloat16). The including file has the vectors of simd_*.h, says whether PAIRS, and names the function in ATTEND. */
-#include "attention.h"
-#include <math.h>
-#include <string.h>
-
-typedef int32_t unit;
+#include "attention_load.h"
 
 struct sizes {
     int64_t units;   /* of a row of keys, padded to whole vectors */
@@ -30,87 +26,8 @@ struct buffers {
     unit *weights;   /* [ROWS_MAX, TILE or TILE / 2] */
 };
 
-enum { WEIGHTS = PAIRS ? TILE / 2 : TILE };
-
-/* Where a tile's keys lie, in bytes into the pool for head 0. */
-struct places {
-    int64_t count; /* keys before the end of the sequence, at least one; behind them its last key stands again */
-    int64_t offset[TILE];
-};
-
-INLINE int64_t whole(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-
-INLINE vec load_numbers(const char *p, const int64_t dtype) {
-    return dtype == FLOAT32 ? v_load(p) : dtype == BFLOAT16 ? v_from_bf16(p) : v_from_f16(p);
-}
-
-/* The LANES units of a row from unit `at` on; zeros behind its `dim` numbers. */
-INLINE vec load_units(const char *row, int64_t at, int64_t dim, const int64_t dtype) {
-    int64_t numbers = PAIRS ? 2 * LANES : LANES, first = PAIRS ? 2 * at : at, size = width(dtype);
-    char padded[2 * LANES * 4];
-    const char *p = row + first * size;
-    if (first + numbers > dim) {
-        memset(padded, 0, sizeof padded);
-        memcpy(padded, p, (size_t)((dim - first) * size));
-        p = padded;
-    }
-    return PAIRS ? v_load(p) : load_numbers(p, dtype);
-}
-
-INLINE void load_row(unit *to, const char *row, int64_t units, int64_t dim, const int64_t dtype) {
-    for (int64_t at = 0; at < units; at += LANES)
-        v_store(to + at, load_units(row, at, dim, dtype));
-}
-
-/* Ask for the line at number `at` of a key's row of the next tile: one now and then, beside other work, since many at once
-   would block what follows them. */
-INLINE void prefetch(const char *pool, const struct places *next, int64_t key, int64_t at, int64_t size) {
-    __builtin_prefetch(pool + next->offset[key] + at * size, 0, 2);
-}
-
-/* Keys as columns; those behind the end of the sequence are masked later. */
-INLINE void load_keys(const struct attention *a, const struct places *here, const struct places *next, const char *pool,
-                      int64_t units, unit *to, const int64_t dtype) {
-    for (int64_t key = 0; key < TILE; key += LANES)
-        for (int64_t at = 0; at < units; at += LANES) {
-            vec rows[LANES];
-            for (int64_t i = 0; i < LANES; i++) {
-                rows[i] = load_units(pool + here->offset[key + i], at, a->head_dim, dtype);
-                prefetch(pool, next, key + i, PAIRS ? 2 * at : at, width(dtype));
-            }
-            v_transpose(rows);
-            for (int64_t i = 0; i < LANES; i++)
-                v_store(to + (at + i) * TILE + key, rows[i]);
-        }
-}
-
 #if PAIRS
 #define MULTIPLY_ADD(a, b, sum) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
-
-/* Values in pairs: the same dimension of two keys; zeros behind the end: what is left there must not reach a product. */
-INLINE void load_values(const struct attention *a, const struct places *here, const struct places *next, const char *pool,
-                        int64_t padded, unit *to, const int64_t dtype) {
-    const __m512i low = _mm512_set_epi32(0x002f000f, 0x002e000e, 0x002d000d, 0x002c000c, 0x002b000b, 0x002a000a, 0x00290009,
-                                         0x00280008, 0x00270007, 0x00260006, 0x00250005, 0x00240004, 0x00230003, 0x00220002,
-                                         0x00210001, 0x00200000);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
-    for (int64_t at = 0; at < padded; at += 2 * LANES) {
-        int64_t numbers = a->head_dim - at;
-        __mmask32 row = numbers < 2 * LANES ? (__mmask32)((1u << numbers) - 1) : 0xffffffff;
-        const char *from = pool + 2 * at;
-        unit *pairs = to + at;
-        for (int64_t key = 0; key < TILE; key += 2, pairs += padded) {
-            __mmask32 first = key < here->count ? row : 0, second = key + 1 < here->count ? row : 0;
-            __m512i even = _mm512_maskz_loadu_epi16(first, from + here->offset[key]);
-            __m512i odd = _mm512_maskz_loadu_epi16(second, from + here->offset[key + 1]);
-            _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, low, odd));
-            if (at + LANES < padded)
-                _mm512_storeu_si512(pairs + LANES, _mm512_permutex2var_epi16(even, high, odd));
-            prefetch(pool, next, key, at, width(dtype));
-            prefetch(pool, next, key + 1, at, width(dtype));
-        }
-    }
-}
 
 INLINE void store_weights(unit *weights, const float *scores) {
     for (int64_t key = 0; key < TILE; key += 2 * LANES) {
@@ -121,22 +38,11 @@ INLINE void store_weights(unit *weights, const float *scores) {
 #else
 #define MULTIPLY_ADD(a, b, sum) v_fma(a, b, sum)
 
-/* Values as they are; zeros behind the end: what is left there must not reach a product. */
-INLINE void load_values(const struct attention *a, const struct places *here, const struct places *next, const char *pool,
-                        int64_t padded, unit *to, const int64_t dtype) {
-    for (int64_t key = 0; key < TILE; key++)
-        for (int64_t at = 0; at < padded; at += LANES) {
-            int inside = key < here->count;
-            v_store(to + key * padded + at, inside ? load_units(pool + here->offset[key], at, a->head_dim, dtype) : v_zero());
-            prefetch(pool, next, key, at, width(dtype));
-        }
-}
-
 INLINE void store_weights(unit *weights, const float *scores) { memcpy(weights, scores, 4 * TILE); }
 #endif
 
 /* Scores of `rows` rows: a key's products one after the other. */
-INLINE void score(const unit *query, const unit *keys, int64_t units, float *scores, const int rows) {
+INLINE void score(const unit *query, const unit *keys, int64_t units, float *scores, struct ahead *next, const int rows) {
     for (int64_t key = 0; key < TILE; key += VECTORS * LANES) {
         vec sum[ROWS_MAX][VECTORS];
         for (int r = 0; r < rows; r++)
@@ -151,6 +57,7 @@ INLINE void score(const unit *query, const unit *keys, int64_t units, float *sco
                 for (int v = 0; v < VECTORS; v++)
                     sum[r][v] = MULTIPLY_ADD(number, column[v], sum[r][v]);
             }
+            ask(next);
         }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < VECTORS; v++)
@@ -185,7 +92,7 @@ INLINE float weigh(float *scores, int64_t seen, float scale, float *highest, flo
 
 /* Add weighted values to `count` vectors of `rows` rows. */
 INLINE void add_columns(float *sums, int64_t padded, const unit *values, const unit *weights, const float *shrink,
-                        const int rows, const int count) {
+                        struct ahead *next, const int rows, const int count) {
     vec sum[ROWS_MAX][VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < count; v++)
@@ -199,6 +106,7 @@ INLINE void add_columns(float *sums, int64_t padded, const unit *values, const u
             for (int v = 0; v < count; v++)
                 sum[r][v] = MULTIPLY_ADD(weight, value[v], sum[r][v]);
         }
+        ask(next);
     }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < count; v++)
@@ -207,55 +115,43 @@ INLINE void add_columns(float *sums, int64_t padded, const unit *values, const u
 
 /* One tile for `rows` rows of a head, the first being row `row` of the item's; row i sees seen[i] keys of the tile. */
 INLINE void tile_rows(const struct attention *a, const struct sizes *n, const struct buffers *b, int64_t row,
-                      const int64_t *seen, const int rows) {
+                      const int64_t *seen, struct ahead *next, const int rows) {
     float shrink[ROWS_MAX];
-    score(b->query + row * n->units, b->keys, n->units, b->scores, rows);
+    score(b->query + row * n->units, b->keys, n->units, b->scores, next, rows);
     for (int r = 0; r < rows; r++)
         shrink[r] = weigh(b->scores + r * TILE, seen[r], a->scale, b->highest + row + r, b->totals + (row + r) * LANES,
                           b->weights + r * WEIGHTS);
     float *sums = b->sums + row * n->padded;
     int64_t at = 0;
     for (; at + VECTORS * LANES <= n->padded; at += VECTORS * LANES)
-        add_columns(sums + at, n->padded, b->values + at, b->weights, shrink, rows, VECTORS);
+        add_columns(sums + at, n->padded, b->values + at, b->weights, shrink, next, rows, VECTORS);
     for (; at < n->padded; at += LANES)
-        add_columns(sums + at, n->padded, b->values + at, b->weights, shrink, rows, 1);
+        add_columns(sums + at, n->padded, b->values + at, b->weights, shrink, next, rows, 1);
 }
 
 /* One tile for all rows of a head that see any of it, where the head's rows begin at row `first` of the item's,
    and the first of them stands at `position` relative to the tile. */
 static TARGET void tile_head(const struct attention *a, const struct sizes *n, const struct buffers *b, int64_t first,
-                             int64_t position) {
+                             int64_t position, struct ahead *next) {
     int64_t row = position < 0 ? -position * n->share : 0;
     while (row < n->rows) {
         int64_t seen[ROWS_MAX], rows = n->rows - row < ROWS_MAX ? n->rows - row : ROWS_MAX;
         for (int64_t r = 0; r < rows; r++)
             seen[r] = position + (row + r) / n->share + 1;
         switch (rows) {
-        case 1: tile_rows(a, n, b, first + row, seen, 1); break;
-        case 2: tile_rows(a, n, b, first + row, seen, 2); break;
-        case 3: tile_rows(a, n, b, first + row, seen, 3); break;
+        case 1: tile_rows(a, n, b, first + row, seen, next, 1); break;
+        case 2: tile_rows(a, n, b, first + row, seen, next, 2); break;
+        case 3: tile_rows(a, n, b, first + row, seen, next, 3); break;
 #if ROWS_MAX == 6
-        case 4: tile_rows(a, n, b, first + row, seen, 4); break;
-        case 5: tile_rows(a, n, b, first + row, seen, 5); break;
-        case 6: tile_rows(a, n, b, first + row, seen, 6); break;
+        case 4: tile_rows(a, n, b, first + row, seen, next, 4); break;
+        case 5: tile_rows(a, n, b, first + row, seen, next, 5); break;
+        case 6: tile_rows(a, n, b, first + row, seen, next, 6); break;
 #endif
         }
         row += rows;
     }
-}
-
-INLINE void find_places(const struct attention *a, int64_t sequence, int64_t first, struct places *to) {
-    const int64_t *table = a->tables + a->table_starts[sequence];
-    int64_t row = a->head_dim * width(a->pool_dtype), size = a->block_size, left = a->context_lens[sequence] - first;
-    to->count = left < TILE ? left : TILE;
-    for (int64_t key = 0; key < to->count;) {
-        int64_t position = first + key, at = position % size;
-        int64_t start = (table[position / size] * a->kv_heads * size + at) * row;
-        for (; at < size && key < to->count; at++, key++, start += row)
-            to->offset[key] = start;
-    }
-    for (int64_t key = to->count; key < TILE; key++)
-        to->offset[key] = to->offset[to->count - 1];
+    while (next->offset != next->end)
+        ask(next);
 }
 
 INLINE char *cut(char **scratch, int64_t bytes) {
@@ -320,7 +216,7 @@ INLINE void give_results(const struct attention *a, const struct item *item, con
             }
 }
 
-INLINE void load_tile(const struct attention *a, const struct places *here, const struct places *next, int64_t head,
+INLINE void load_tile(const struct attention *a, const struct places *here, struct ahead *next, int64_t head,
                       const struct sizes *n, const struct buffers *b) {
     const char *keys = a->keys + head, *values = a->values + head;
 #if !PAIRS
@@ -346,7 +242,7 @@ TARGET void ATTEND(const struct attention *a, const struct item *item, const str
     struct places places[2];
     int64_t position = a->context_lens[s] - a->cu_seqlens[s + 1] + item->first_token; /* of the first token */
     int64_t end = position + item->tokens; /* of what is seen */
-    int64_t page = a->block_size * a->head_dim * width(a->pool_dtype);
+    int64_t row = a->head_dim * width(a->pool_dtype), page = a->block_size * row;
     take_queries(a, item, &n, &b);
     find_places(a, s, 0, &places[0]);
     for (int64_t first = 0, turn = 0; first < end; first += TILE, turn ^= 1) {
@@ -355,8 +251,11 @@ TARGET void ATTEND(const struct attention *a, const struct item *item, const str
         else
             find_places(a, next->sequence, 0, &places[turn ^ 1]);
         for (int64_t head = 0; head < item->heads; head++) {
-            load_tile(a, &places[turn], &places[turn ^ 1], (item->first_head + head) * page, &n, &b);
-            tile_head(a, &n, &b, head * n.rows, position - first);
+            int64_t start = (item->first_head + head) * page;
+            const int64_t *following = places[turn ^ 1].offset;
+            struct ahead ahead = {a->keys + start, a->values + start, following, following + TILE, 0, row};
+            load_tile(a, &places[turn], &ahead, start, &n, &b);
+            tile_head(a, &n, &b, head * n.rows, position - first, &ahead);
         }
     }
     give_results(a, item, &n, &b);

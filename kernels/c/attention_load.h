@@ -1,0 +1,125 @@
+/* How a tile of keys and values is found in the pages and laid out for attention_tile.h, and units (see there). */
+#include "attention.h"
+#include <math.h>
+#include <string.h>
+
+typedef int32_t unit;
+
+enum { WEIGHTS = PAIRS ? TILE / 2 : TILE };
+
+/* Where a tile's keys lie, in bytes into the pool for head 0. */
+struct places {
+    int64_t count; /* keys before the end of the sequence, at least one; behind them its last key stands again */
+    int64_t offset[TILE];
+};
+
+INLINE int64_t whole(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+INLINE vec load_numbers(const char *p, const int64_t dtype) {
+    return dtype == FLOAT32 ? v_load(p) : dtype == BFLOAT16 ? v_from_bf16(p) : v_from_f16(p);
+}
+
+/* The LANES units of a row from unit `at` on; zeros behind its `dim` numbers. */
+INLINE vec load_units(const char *row, int64_t at, int64_t dim, const int64_t dtype) {
+    int64_t numbers = PAIRS ? 2 * LANES : LANES, first = PAIRS ? 2 * at : at, size = width(dtype);
+    char padded[2 * LANES * 4];
+    const char *p = row + first * size;
+    if (first + numbers > dim) {
+        memset(padded, 0, sizeof padded);
+        memcpy(padded, p, (size_t)((dim - first) * size));
+        p = padded;
+    }
+    return PAIRS ? v_load(p) : load_numbers(p, dtype);
+}
+
+INLINE void load_row(unit *to, const char *row, int64_t units, int64_t dim, const int64_t dtype) {
+    for (int64_t at = 0; at < units; at += LANES)
+        v_store(to + at, load_units(row, at, dim, dtype));
+}
+
+/* What is asked for early of the next tile under a head: line by line beside other work, since many requests at once would
+   block what follows them. */
+struct ahead {
+    const char *keys, *values;
+    const int64_t *offset, *end; /* of the rows that were not asked for yet */
+    int64_t at, row;             /* bytes */
+};
+
+INLINE void ask(struct ahead *w) {
+    if (w->offset == w->end)
+        return;
+    __builtin_prefetch(w->keys + *w->offset + w->at, 0, 2);
+    __builtin_prefetch(w->values + *w->offset + w->at, 0, 2);
+    w->at += 64;
+    if (w->at >= w->row) {
+        w->at = 0;
+        w->offset++;
+    }
+}
+
+/* Keys as columns; those behind the end of the sequence are masked later. */
+INLINE void load_keys(const struct attention *a, const struct places *here, struct ahead *next, const char *pool,
+                      int64_t units, unit *to, const int64_t dtype) {
+    for (int64_t key = 0; key < TILE; key += LANES)
+        for (int64_t at = 0; at < units; at += LANES) {
+            vec rows[LANES];
+            for (int64_t i = 0; i < LANES; i++)
+                rows[i] = load_units(pool + here->offset[key + i], at, a->head_dim, dtype);
+            for (int64_t i = 0; i < LANES; i += 4)
+                ask(next);
+            v_transpose(rows);
+            for (int64_t i = 0; i < LANES; i++)
+                v_store(to + (at + i) * TILE + key, rows[i]);
+        }
+}
+
+#if PAIRS
+/* Values in pairs: the same dimension of two keys; zeros behind the end: what is left there must not reach a product. */
+INLINE void load_values(const struct attention *a, const struct places *here, struct ahead *next, const char *pool,
+                        int64_t padded, unit *to, const int64_t dtype) {
+    const __m512i low = _mm512_set_epi32(0x002f000f, 0x002e000e, 0x002d000d, 0x002c000c, 0x002b000b, 0x002a000a, 0x00290009,
+                                         0x00280008, 0x00270007, 0x00260006, 0x00250005, 0x00240004, 0x00230003, 0x00220002,
+                                         0x00210001, 0x00200000);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
+    for (int64_t key = 0; key < TILE; key += 2) {
+        const char *first = pool + here->offset[key], *second = pool + here->offset[key + 1];
+        for (int64_t at = 0; at < padded; at += 2 * LANES) {
+            int64_t numbers = a->head_dim - at;
+            __mmask32 row = numbers < 2 * LANES ? (__mmask32)((1u << numbers) - 1) : 0xffffffff;
+            __m512i even = _mm512_maskz_loadu_epi16(key < here->count ? row : 0, first + 2 * at);
+            __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < here->count ? row : 0, second + 2 * at);
+            unit *pairs = to + key / 2 * padded + at;
+            _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, low, odd));
+            if (at + LANES < padded)
+                _mm512_storeu_si512(pairs + LANES, _mm512_permutex2var_epi16(even, high, odd));
+            ask(next);
+        }
+    }
+    (void)dtype;
+}
+#else
+/* Values as they are; zeros behind the end: what is left there must not reach a product. */
+INLINE void load_values(const struct attention *a, const struct places *here, struct ahead *next, const char *pool,
+                        int64_t padded, unit *to, const int64_t dtype) {
+    for (int64_t key = 0; key < TILE; key++)
+        for (int64_t at = 0; at < padded; at += LANES) {
+            int inside = key < here->count;
+            v_store(to + key * padded + at, inside ? load_units(pool + here->offset[key], at, a->head_dim, dtype) : v_zero());
+            ask(next);
+        }
+}
+#endif
+
+INLINE void find_places(const struct attention *a, int64_t sequence, int64_t first, struct places *to) {
+    const int64_t *table = a->tables + a->table_starts[sequence];
+    int64_t row = a->head_dim * width(a->pool_dtype), size = a->block_size, left = a->context_lens[sequence] - first;
+    to->count = left < TILE ? left : TILE;
+    for (int64_t key = 0; key < to->count;) {
+        int64_t position = first + key, at = position % size;
+        int64_t start = (table[position / size] * a->kv_heads * size + at) * row;
+        for (; at < size && key < to->count; at++, key++, start += row)
+            to->offset[key] = start;
+    }
+    for (int64_t key = to->count; key < TILE; key++)
+        to->offset[key] = to->offset[to->count - 1];
+}
