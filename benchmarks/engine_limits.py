@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    runner, dtype = load(args.model, args.dtype), DTYPES[args.dtype]
+    runner, dtype = load(args.model, args.dtype, "none"), DTYPES[args.dtype]
     config = runner.config
     product, bandwidth = product_rate(runner, dtype, args.repeats), read_bandwidth(args.repeats)
     kernels = "torch" if library() is None else "C"

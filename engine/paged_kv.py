@@ -40,8 +40,7 @@ class PagedKV:
         # Zeros, because kernels may read and then mask the unwritten end of a block: it must hold numbers.
         shape = (layout.layers, 2, blocks, stop - start, layout.block_size, layout.head_dim)
         self.data = prefer_huge_pages(torch.empty(shape, dtype=DTYPES[layout.dtype], device=device)).zero_()
-        self._keys = [layer[0] for layer in self.data]
-        self._values = [layer[1] for layer in self.data]
+        self._keys, self._values = (self.data[:, kind].unbind() for kind in (0, 1))
         self._limits = (layout.layers, blocks, stop - start)
         self._pages = _pages(self.data)
 

@@ -1,5 +1,6 @@
 /* How a tile of keys and values is found in the pages and laid out for attention_tile.h, and units (see there). */
 #include "attention.h"
+#include "rows.h"
 #include <math.h>
 #include <string.h>
 
@@ -15,21 +16,19 @@ struct places {
 
 INLINE int64_t whole(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-INLINE vec load_numbers(const char *p, const int64_t dtype) {
-    return dtype == FLOAT32 ? v_load(p) : dtype == BFLOAT16 ? v_from_bf16(p) : v_from_f16(p);
-}
+#if PAIRS
+/* The first `left` of 32 numbers. */
+INLINE __mmask32 words(int64_t left) { return left < 2 * LANES ? (__mmask32)((1u << left) - 1) : 0xffffffff; }
+#endif
 
 /* The LANES units of a row from unit `at` on; zeros behind its `dim` numbers. */
 INLINE vec load_units(const char *row, int64_t at, int64_t dim, const int64_t dtype) {
-    int64_t numbers = PAIRS ? 2 * LANES : LANES, first = PAIRS ? 2 * at : at, size = width(dtype);
-    char padded[2 * LANES * 4];
-    const char *p = row + first * size;
-    if (first + numbers > dim) {
-        memset(padded, 0, sizeof padded);
-        memcpy(padded, p, (size_t)((dim - first) * size));
-        p = padded;
-    }
-    return PAIRS ? v_load(p) : load_numbers(p, dtype);
+#if PAIRS
+    (void)dtype;
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(words(dim - 2 * at), row + 4 * at));
+#else
+    return take(row + at * width(dtype), dim - at, dtype);
+#endif
 }
 
 INLINE void load_row(unit *to, const char *row, int64_t units, int64_t dim, const int64_t dtype) {
@@ -84,8 +83,7 @@ INLINE void load_values(const struct attention *a, const struct places *here, st
     for (int64_t key = 0; key < TILE; key += 2) {
         const char *first = pool + here->offset[key], *second = pool + here->offset[key + 1];
         for (int64_t at = 0; at < padded; at += 2 * LANES) {
-            int64_t numbers = a->head_dim - at;
-            __mmask32 row = numbers < 2 * LANES ? (__mmask32)((1u << numbers) - 1) : 0xffffffff;
+            __mmask32 row = words(a->head_dim - at);
             __m512i even = _mm512_maskz_loadu_epi16(key < here->count ? row : 0, first + 2 * at);
             __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < here->count ? row : 0, second + 2 * at);
             unit *pairs = to + key / 2 * padded + at;

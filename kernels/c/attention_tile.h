@@ -184,10 +184,7 @@ INLINE void take_queries(const struct attention *a, const struct item *item, con
                 int64_t from = (item->first_token + token) * a->query_stride +
                                ((item->first_head + head) * n->share + i) * a->head_dim;
                 const char *start = a->query + from * size;
-                if (a->query_dtype == FLOAT32)
-                    load_row(b->query + row * n->units, start, n->units, a->head_dim, FLOAT32);
-                else
-                    load_row(b->query + row * n->units, start, n->units, a->head_dim, BFLOAT16);
+                load_row(b->query + row * n->units, start, n->units, a->head_dim, a->query_dtype);
                 b->highest[row] = -INFINITY;
                 memset(b->totals + row * LANES, 0, 4 * LANES);
                 memset(b->sums + row * n->padded, 0, (size_t)(4 * n->padded));
@@ -203,16 +200,9 @@ INLINE void give_results(const struct attention *a, const struct item *item, con
                 int64_t to = ((item->first_token + token) * a->query_heads +
                               (item->first_head + head) * n->share + i) * a->head_dim;
                 vec part = v_set(1.0f / v_sum(v_load(b->totals + row * LANES)));
-                for (int64_t at = 0; at < a->head_dim; at += LANES) {
-                    char piece[4 * LANES];
-                    int64_t left = a->head_dim - at < LANES ? a->head_dim - at : LANES;
-                    vec result = v_mul(v_load(b->sums + row * n->padded + at), part);
-                    if (a->query_dtype == FLOAT32)
-                        v_store(piece, result);
-                    else
-                        v_to_bf16(piece, result);
-                    memcpy(a->out + (to + at) * size, piece, (size_t)(left * size));
-                }
+                for (int64_t at = 0; at < a->head_dim; at += LANES)
+                    give(a->out + (to + at) * size, v_mul(v_load(b->sums + row * n->padded + at), part), a->head_dim - at,
+                         a->query_dtype);
             }
 }
 
