@@ -8,7 +8,7 @@ each round every row is measured once, so that rows are comparable on a machine 
 Every row moves from one part of a large pool to the next, as prompts do, so that no cache holds what is moved.
 
 - memcpy     one thread copies as many bytes between two pools (at most 512 MiB of them)
-- raw gloo   `ProcessGroupGloo` send and receive of as many bytes in messages of the size that ours has, 4 MB at least
+- raw gloo   `ProcessGroupGloo` send and receive of as many bytes, in messages of 4 MiB as in our frames; /L: of 64 MiB
 - the rest   our carriers, with checksums (+sum) and without
 
 `--peer` with `--peer-python PATH` measures another project's engine, in a Python of its own, beside ours: see
@@ -62,7 +62,7 @@ TOKENS = (256, 1024, 4096, 16384)
 CARRIERS = ("gloo", "inline", "shm")
 COPY_BYTES = 512 << 20
 POOL_BYTES = 256 << 20  # of a pool, at least
-MESSAGES = 20  # of a large transfer, as the sender cuts it
+MESSAGES = {"raw gloo": 4 << 20, "raw gloo/L": 64 << 20}  # bytes of one; the first as in our frames
 _WAIT_S = 60.0
 _SECRET = b"secret of the benchmark"
 _PARAMS = TransferParams(
@@ -76,7 +76,7 @@ _PARAMS = TransferParams(
     wire="raw",
     checksum=True,
     max_outstanding=2,
-    frame_bytes=2 << 20,
+    frame_bytes=4 << 20,
 )
 
 
@@ -376,9 +376,8 @@ class Pair:
             for child in (self.prefill, self.decode):
                 child.end()
 
-    def gloo(self, size: int) -> float:
+    def gloo(self, size: int, message: int) -> float:
         """Seconds."""
-        message = max(4 << 20, size // MESSAGES)
         for rank, child in enumerate((self.prefill, self.decode)):
             child.begin("gloo", size, message, rank)
         seconds: float = self.prefill.end()
@@ -423,10 +422,11 @@ def rounds(pair: Pair, keys: list[tuple[str, bool]], shape: Shape, tokens: int, 
     size = shape.bytes(tokens)
     times: dict[str, list[float]] = {}
     cpu: dict[str, list[tuple[float, float]]] = {}
-    counts: dict[str, tuple[int, int]] = {"memcpy": (0, 0), "raw gloo": (0, 0)}
+    counts: dict[str, tuple[int, int]] = dict.fromkeys(("memcpy", *MESSAGES), (0, 0))
     for key in keys:
         pair.check(key, tokens)
-    pair.gloo(size)
+    for message in MESSAGES.values():
+        pair.gloo(size, message)
     pair.prefill.call("memcpy", size)
 
     def measured(name: str, call: Callable[[], float]) -> None:
@@ -442,7 +442,8 @@ def rounds(pair: Pair, keys: list[tuple[str, bool]], shape: Shape, tokens: int, 
 
     for _ in range(repeats):
         measured("memcpy", lambda: float(pair.prefill.call("memcpy", size)))
-        measured("raw gloo", lambda: pair.gloo(size))
+        for name, message in MESSAGES.items():
+            measured(name, partial(pair.gloo, size, message))
         for key in keys:
             name = key[0] + ("+sum" if key[1] else "")
             measured(name, partial(ours, key, name))

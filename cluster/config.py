@@ -122,7 +122,7 @@ class KVSection(Section):
     parking: Literal[0] = 0
     fetch_min_tokens: Annotated[int, Field(ge=0)] = 256  # a prefill worker takes over a decode worker's prefix of more
     # than its own by so many tokens instead of computing it; 0: never
-    frame_size: Bytes = 2 * 2**20  # payload of one frame of a large transfer, about
+    frame_size: Bytes = 4 * 2**20  # payload of one frame of a large transfer, about
     outstanding_frames: Annotated[int, Field(ge=1, le=16)] = 2  # per link
 
 

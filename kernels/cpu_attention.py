@@ -2,9 +2,9 @@
 on the batch, the chunk or the block size.
 
 What that takes (all checked in tests/test_kernels_cpu_attention.py):
-- keys start at absolute position 0 and are padded with masked ones to a multiple of 64. The flash kernel walks them in
-  steps of 512, and a masked key adds exactly zero to every sum.
-- at least `_MIN_ROWS` query rows: one or two rows take another path of the matrix product.
+- keys start at absolute position 0 and are padded with masked ones to a multiple of 512: the flash kernel walks them in
+  such steps, a shorter one may be summed in another order, and a masked key adds exactly zero to every sum.
+- query rows in multiples of `_ROWS`: one to three rows at the end of a call take another path of the matrix product.
 - one head per batch entry: with four or more heads the kernel may choose, by the amount of work, a packed path with
   other bits.
 Query heads that share a KV head are rows of one product in decode, and share the gathered pages in prefill.
@@ -23,9 +23,9 @@ from torch import Tensor
 from .native import library
 from .paged_attention import PagedAttention
 
-_KEY_STEP = 64  # keys are padded to a multiple of this
-_MIN_ROWS = {torch.float32: 16}
-_MIN_ROWS_REDUCED = 4
+_KEY_STEP = 512  # keys are padded to a multiple of this
+_ROWS = {torch.float32: 16}
+_ROWS_REDUCED = 4
 _GROUP_BYTES = 4 << 20  # of gathered keys for one call in decode: small enough for the cache
 _MAX_WASTE = 1.25  # padded keys over real ones, when sequences of different lengths share a call
 _QUERY_SLAB = 256  # queries of one call in prefill; later keys are not read for them
@@ -39,7 +39,7 @@ class _Pages:
     stale: Tensor  # int64: rows of the gathered [.., D] behind each sequence's end, to be zeroed
     heads: int  # sequences * heads
     span: int  # gathered keys of each head
-    keys: int  # multiple of 64 <= span
+    keys: int  # multiple of _KEY_STEP <= span
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,9 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     return result
 
 
-def _min_rows(query: Tensor) -> int:
-    return _MIN_ROWS.get(query.dtype, _MIN_ROWS_REDUCED)
+def _whole_rows(count: int, dtype: torch.dtype) -> int:
+    step = _ROWS.get(dtype, _ROWS_REDUCED)
+    return -(-count // step) * step
 
 
 def _decode(query: Tensor, keys: Tensor, values: Tensor, group: _Decode, scale: float) -> Tensor:
@@ -190,8 +191,7 @@ def _decode(query: Tensor, keys: Tensor, values: Tensor, group: _Decode, scale: 
     count, query_heads, dim = picked.shape
     share = query_heads // keys.shape[1]
     rows = picked.view(group.pages.heads, 1, share, dim)
-    if share < _min_rows(query):
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, _min_rows(query) - share))
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, _whole_rows(share, query.dtype) - share))
     k, v = (_gather(pool, group.pages, query.dtype) for pool in (keys, values))
     result = _flash(rows, k, v, group.mask, scale)
     return result[:, :, :share].reshape(count, query_heads, dim)
@@ -214,10 +214,8 @@ def _slab(query: Tensor, keys: Tensor, values: Tensor, seen: int, scale: float, 
     """
     count, query_heads, dim = query.shape
     heads, _, used, _ = keys.shape
-    rows = max(count, _min_rows(query))
-    reversed_query = query.flip(0)
-    if rows > count:
-        reversed_query = torch.nn.functional.pad(reversed_query, (0, 0, 0, 0, 0, rows - count))
+    rows = _whole_rows(count, query.dtype)
+    reversed_query = torch.nn.functional.pad(query.flip(0), (0, 0, 0, 0, 0, rows - count))
     by_share = reversed_query.view(rows, heads, query_heads // heads, dim).permute(2, 1, 0, 3)
     diagonal = torch.zeros(used + rows)
     diagonal[seen:] = -math.inf

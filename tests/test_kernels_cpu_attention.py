@@ -49,11 +49,11 @@ def test_decode_bits_at_every_length() -> None:
 
 def test_sequences_share_a_call_without_much_padding() -> None:
     pool = torch.zeros(8, 2, 16, 64)
-    lengths = [500, 40, 490, 450, 60, 64, 1]
-    plan = plan_gathered([*range(8)], lengths, [[0] * 32] * 7, pool)
+    lengths = [500, 40, 490, 450, 60, 64, 1, 513]
+    plan = plan_gathered([*range(9)], lengths, [[0] * 64] * 8, pool)
     assert [(group.tokens.tolist(), group.pages.keys) for group in plan.decode] == [
-        ([6, 1, 4, 5], 64),
-        ([3, 2, 0], 512),
+        ([6, 1, 4, 5, 3, 2, 0], 512),
+        ([7], 1024),
     ]
 
 

@@ -14,7 +14,7 @@ from baton.kv_transfer.send_leg import LegPart, SendingLeg, frame_target, worth_
 from baton.kv_transfer.wire import Wire
 from baton.tests.harness.kv_rig import LEG, PARAMS, heads_of, layout, rig
 
-FRAME = 2 << 20
+FRAME = 4 << 20
 SMOL, LLAMA = (30, 3, 64), (32, 8, 128)
 AROUND = 3  # open, done, done
 
