@@ -24,7 +24,7 @@ static void run_slices(void *data) {
 
 static void run(row_work *work, const void *arguments, int64_t rows, int threads) {
     struct slices slices = {work, arguments, rows, 0};
-    baton_parallel(run_slices, &slices, rows > SLICE ? threads : 1);
+    baton_parallel(run_slices, &slices, threads, (rows + SLICE - 1) / SLICE);
 }
 
 static const struct layer_ops *choose(int level) {

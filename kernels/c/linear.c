@@ -1,22 +1,6 @@
 /* The walk over panels and rows that all linear layers share; see linear.h. */
 #include "linear.h"
-
-#include <stddef.h>
-
-/* OpenMP's entry, of the library that torch brings: a second pool of threads would fight with its own for the cores. */
-extern void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags) __attribute__((weak));
-
-void baton_in_parallel(void (*work)(void *), void *data, int64_t threads, int64_t parts) {
-    if (threads > parts)
-        threads = parts;
-    if (threads > 1 && GOMP_parallel != NULL)
-        GOMP_parallel(work, data, (unsigned)threads, 0);
-    else
-        work(data);
-}
-
-/* Whether calls run on more than one thread where they are told to. */
-EXPORT int baton_has_threads(void) { return GOMP_parallel != NULL; }
+#include "parallel.h"
 
 /* Up to BLOCK_ROWS rows times one panel. The panel is taken in pieces that stay in the second-level cache. */
 static void run_part(const struct job *job, int64_t first_row, int64_t panel) {
@@ -49,5 +33,5 @@ static void work(void *data) {
 
 void baton_run_linear(struct job *job) {
     job->next = 0;
-    baton_in_parallel(work, job, job->linear->threads, (job->linear->outputs + PANEL - 1) / PANEL);
+    baton_parallel(work, job, job->linear->threads, (job->linear->outputs + PANEL - 1) / PANEL);
 }

@@ -68,9 +68,7 @@ struct job {
     }
 
 void baton_run_linear(struct job *job);
-finish_function *baton_finish_floats(int wide); /* plus the bias, as bfloat16; `wide`: with AVX-512 */
-void baton_in_parallel(void (*work)(void *), void *data, int64_t threads, int64_t parts);
-
+finish_function *baton_finish_floats(int wide); 
 INLINE float from_bf16(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;
     float value;

@@ -1,5 +1,6 @@
 /* Rows of bfloat16 as int8 codes with a scale for each group of inputs: symmetric, the largest magnitude becomes 127. */
 #include "linear_int.h"
+#include "parallel.h"
 
 #include <stdlib.h>
 
@@ -90,7 +91,7 @@ int baton_quantize(const struct linear *linear, const uint16_t *x, int64_t rows,
     codes->sums = (int32_t *)(codes->scales + numbers);
     codes->values = (int8_t *)(codes->sums + numbers);
     struct work work = {linear, x, codes, rows, 0};
-    baton_in_parallel(take_rows, &work, linear->threads, rows / ROWS_AT_A_TIME);
+    baton_parallel(take_rows, &work, linear->threads, rows / ROWS_AT_A_TIME);
     return 0;
 }
 

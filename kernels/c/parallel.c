@@ -1,17 +1,17 @@
 /* See parallel.h. */
-#define _GNU_SOURCE
 #include "parallel.h"
-#include <dlfcn.h>
 #include <stddef.h>
 
-typedef void gomp_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+/* OpenMP's entry, of the library that torch brings; absent where torch has threads of another kind. */
+extern void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags) __attribute__((weak));
 
-void baton_parallel(void (*work)(void *), void *data, int threads) {
-    gomp_parallel *run = NULL;
-    if (threads > 1)
-        *(void **)&run = dlsym(RTLD_DEFAULT, "GOMP_parallel");
-    if (run)
-        run(work, data, (unsigned)threads, 0);
+void baton_parallel(void (*work)(void *), void *data, int64_t threads, int64_t parts) {
+    if (threads > parts)
+        threads = parts;
+    if (threads > 1 && GOMP_parallel != NULL)
+        GOMP_parallel(work, data, (unsigned)threads, 0);
     else
         work(data);
 }
+
+__attribute__((visibility("default"))) int baton_has_threads(void) { return GOMP_parallel != NULL; }

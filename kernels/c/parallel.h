@@ -2,9 +2,14 @@
 #ifndef BATON_PARALLEL_H
 #define BATON_PARALLEL_H
 
-/* Call work(data) on `threads` threads at the same time, and return when all are done. Torch's OpenMP runtime, which is
-   loaded, lends its threads: a second set would take turns with those that spin. Without one, work runs on this thread
-   alone; so it takes what there is to do piece by piece from a shared counter. */
-void baton_parallel(void (*work)(void *), void *data, int threads);
+#include <stdint.h>
+
+/* Call work(data) on `threads` threads at the same time, no more than the work has parts, and return when all are done.
+   Torch's OpenMP runtime, which is loaded, lends its threads: a second set would take turns with those that spin. Without
+   one, work runs on this thread alone; so it takes what there is to do piece by piece from a shared counter. */
+void baton_parallel(void (*work)(void *), void *data, int64_t threads, int64_t parts);
+
+/* Whether calls run on more than one thread where they are told to. */
+int baton_has_threads(void);
 
 #endif
