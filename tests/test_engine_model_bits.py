@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine import linear, paged_kv
+from baton.kernels import cpu_attention, rms_norm, rotary, silu_mul
 from baton.tests.harness.model_rig import Rig, assert_same_bits, random_tokens
 from baton.tests.harness.tiny_model import VOCAB, write_tiny_model
 from torch import Tensor
@@ -83,3 +85,17 @@ def test_garbage_behind_a_sequence_does_not_matter(rig: Rig, tokens: list[int], 
 def test_without_the_switch_it_is_still_near(path: Path, tokens: list[int], whole: Tensor) -> None:
     loose = Rig(path, dtype="bfloat16", batch_invariant=False).sequence(tokens, chunk=100)
     assert float((loose - whole).abs().mean()) < 0.05
+
+
+def test_without_the_library(path: Path, tokens: list[int], whole: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's path keeps its bits, too, and is near those of the C kernels."""
+    for module in (cpu_attention, linear, paged_kv):
+        monkeypatch.setattr(module, "library", lambda: None)
+    for operation in (rms_norm, rotary, silu_mul):
+        monkeypatch.setattr(operation, "function", lambda name, arguments: None)
+    rig = Rig(path, dtype="bfloat16", blocks=40)
+    expected = rig.sequence(tokens[:150])
+    assert_same_bits(rig.sequence(tokens[:150], chunk=70), expected, "chunk 70")
+    decoded = torch.cat([rig.forward([rig.step(tokens[:150], at, at + 1)]) for at in range(140, 150)])
+    assert_same_bits(decoded, expected[140:], "decode")
+    assert float((expected - whole[:150]).abs().mean()) < 0.1
