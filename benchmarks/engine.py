@@ -26,6 +26,7 @@ from baton.engine.params import EngineParams, Quantization
 from baton.engine.ranks import SingleRank
 from baton.engine.runner import Runner
 from baton.engine.step import DRAWN_BY_LEADER, SequenceStep
+from baton.kernels.native import library
 
 BLOCK = 16
 PROMPTS = (128, 512, 1024)
@@ -66,6 +67,11 @@ def load(model: str, dtype: str, quantization: Quantization, threads: int = 1) -
     return Runner(params, SingleRank(), lambda done, total: None, None)
 
 
+def kernels() -> str:
+    """Which ones run: our C library's, or torch's where there is none."""
+    return "torch kernels" if library() is None else "C kernels"
+
+
 def read_bandwidth(repeats: int) -> float:
     """Bytes a second that one core reads from memory."""
     data = torch.zeros(READ_BYTES // 4)
@@ -102,7 +108,8 @@ def against_limits(runner: Runner, model: str, dtype_name: str, repeats: int) ->
     dtype, config = DTYPES[dtype_name], runner.config
     weights = layer_weights(runner)
     flops, bandwidth = product_rate(runner, dtype, repeats), read_bandwidth(repeats)
-    print(f"{model} {dtype_name}, 1 thread: product {flops / 1e9:.0f} GFLOP/s, read {bandwidth / 1e9:.1f} GB/s")
+    limits = f"product {flops / 1e9:.0f} GFLOP/s, read {bandwidth / 1e9:.1f} GB/s"
+    print(f"{model} {dtype_name}, 1 thread, {kernels()}: {limits}")
 
     def ignore(low: int, high: int) -> None:
         """Nobody waits for the layers."""

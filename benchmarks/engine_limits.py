@@ -15,12 +15,21 @@ import itertools
 from functools import partial
 
 import torch
-from baton.benchmarks.engine import BATCHES, PROMPTS, layer_weights, load, product_rate, read_bandwidth, seconds, steps
+from baton.benchmarks.engine import (
+    BATCHES,
+    PROMPTS,
+    kernels,
+    layer_weights,
+    load,
+    product_rate,
+    read_bandwidth,
+    seconds,
+    steps,
+)
 from baton.engine.paged_kv import DTYPES
 from baton.engine.runner import Runner
 from baton.kernels.cpu_attention import plan_attention
 from baton.kernels.memory import prefer_huge_pages
-from baton.kernels.native import library
 
 LONG = 8192
 POOL_BYTES = 256 << 20  # more than the caches hold: each repeat reads keys and values from memory
@@ -124,9 +133,8 @@ def main() -> None:
     runner, dtype = load(args.model, args.dtype, "none"), DTYPES[args.dtype]
     config = runner.config
     product, bandwidth = product_rate(runner, dtype, args.repeats), read_bandwidth(args.repeats)
-    kernels = "torch" if library() is None else "C"
     print(
-        f"{args.model} {args.dtype}, 1 thread, {kernels} kernels: product {product / 1e9:.0f} GFLOP/s, "
+        f"{args.model} {args.dtype}, 1 thread, {kernels()}: product {product / 1e9:.0f} GFLOP/s, "
         f"read {bandwidth / 1e9:.1f} GB/s"
     )
     against_linears(
