@@ -111,6 +111,8 @@ class _ShmEnd:
 
     def _lent(self, slots: list[torch.Tensor], size: int) -> torch.Tensor:
         """The beginning of the current slot: the same tensor as before while frames have one size."""
+        if self._closed:
+            raise CarrierFailed("shm: closed")
         slot = self._count % RING
         if self._frames[slot].numel() != size:
             self._frames[slot] = slots[slot][:size]

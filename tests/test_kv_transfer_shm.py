@@ -274,6 +274,8 @@ def test_a_ring_is_read_only_for_the_reader_and_cannot_shrink(doors: tuple[socke
         with pytest.raises(CarrierFailed, match=r"closed|reset"):
             sender.buffer(8)
         sender.close()
+        with pytest.raises(CarrierFailed, match="closed"):
+            sender.send(frame)
         assert frame[0] == 9
         with pytest.raises(CarrierFailed):
             receiver.expect(8)
