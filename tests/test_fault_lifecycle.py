@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 import pytest
 from baton.tests.harness import oracles
-from baton.tests.harness.fault_rig import Reader, ids
 from baton.tests.harness.monolithic import Monolithic
 from baton.tests.harness.one_pair import (
     CHUNK,
@@ -36,6 +35,7 @@ from baton.tests.harness.one_pair import (
     session,
     until,
 )
+from baton.tests.harness.reader import Reader, ids
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from baton.tests.harness.fault_rig import ROLES, STAGES, Case, Fault, FaultRig, Outcome, fault_rig
+from baton.tests.harness.fault_rig import ROLES, STAGES, Case, Fault, FaultRig, fault_rig
+from baton.tests.harness.reader import Outcome
 
 FAULTS: tuple[Fault, ...] = ("kill", "stop", "half-open", "mute", "deaf")
 FULL = [Case(*case) for case in product(FAULTS, ROLES, STAGES)]
@@ -21,6 +22,7 @@ SOME = [
     Case("kill", "decode", "before commit"),
     Case("mute", "decode", "after commit"),
 ]
+pytestmark = pytest.mark.timeout(300)  # its waits have limits of their own
 
 
 def name(case: Case) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from baton.tests.harness.fault_rig import Reader, ids
 from baton.tests.harness.gates import Gates
 from baton.tests.harness.monolithic import Monolithic
 from baton.tests.harness.oracles import total
+from baton.tests.harness.reader import Reader, ids
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
 
 pytestmark = pytest.mark.slow

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from baton.tests.harness.fault_rig import Reader, ids
 from baton.tests.harness.gates import Gates
 from baton.tests.harness.monolithic import Monolithic
 from baton.tests.harness.oracles import total
+from baton.tests.harness.reader import Reader, ids
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
 from baton.tests.harness.tiny_model import write_tiny_model
 

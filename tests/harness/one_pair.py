@@ -13,10 +13,10 @@ from typing import NamedTuple
 import grpc
 from baton.tests.harness import oracles
 from baton.tests.harness.fault_proxy import FaultProxy, Tunnel, fault_proxy
-from baton.tests.harness.fault_rig import Reader, ids
 from baton.tests.harness.gates import Gates
 from baton.tests.harness.monolithic import Monolithic
 from baton.tests.harness.oracles import total
+from baton.tests.harness.reader import Reader, ids
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
 
 LEASE_S = 2.0  # a session without a heartbeat
