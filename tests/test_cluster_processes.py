@@ -138,6 +138,21 @@ def test_a_child_dies_with_its_parent() -> None:
         assert gone([child], 3) == []
 
 
+def test_a_process_that_is_tied_to_a_test_dies_with_it() -> None:
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    code = (
+        "import subprocess, sys, time; from baton.tests.harness.tied import tied\n"
+        f"subprocess.Popen(tied([sys.executable, '-c', {child!r}]), start_new_session=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+        parent.wait()
+        assert gone([pid], 3) == []
+
+
 DRIVER = """
 import os, subprocess, sys, tempfile, threading
 from baton.cluster import driver, output

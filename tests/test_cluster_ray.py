@@ -21,6 +21,7 @@ import psutil
 import pytest
 from baton.tests.harness import oracles
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
+from baton.tests.harness.tied import tied
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -160,7 +161,7 @@ def test_kill_9_of_the_serving_parent_leaves_no_process_port_or_file(
 ) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(json.dumps(merged(tiny_config(tiny_dir), {"cluster.launcher": launcher})))
-    command = [sys.executable, "-m", "baton.cluster.cli", "serve", str(path)]
+    command = tied([sys.executable, "-m", "baton.cluster.cli", "serve", str(path)])
     environment = os.environ | {"TMPDIR": str(temporary)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     assert process.stdout is not None

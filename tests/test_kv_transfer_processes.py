@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from baton.tests.harness.kv_peer import TOKENS
+from baton.tests.harness.tied import tied
 
 LIMIT_S = 3.0
 
@@ -29,7 +30,7 @@ class Peer:
         command = [sys.executable, "-m", "baton.tests.harness.kv_peer", role, transport, str(LIMIT_S)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "BATON_FAILPOINTS": failpoints}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            tied(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self._lines: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +22,7 @@ import pytest
 from baton.tests.harness.gates import Gates
 from baton.tests.harness.oracles import Reference, check_processes, footprint, total
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
+from baton.tests.harness.tied import tied
 from baton.tests.harness.tiny_model import EOS, special_id
 
 END = special_id(EOS)
@@ -205,6 +210,24 @@ def test_kill_of_serve_leaves_nothing(tiny_dir: Path, tmp_path: Path, victim: st
         (driver if victim == "driver" else rig.process).kill()
         check_processes(before)
         raise _Done
+
+
+@pytest.mark.slow
+def test_kill_of_a_test_leaves_nothing(tiny_dir: Path, tmp_path: Path) -> None:
+    """`kill -9` of the process that uses the rig, while a worker is frozen."""
+    code = (
+        "import sys, time; from pathlib import Path; from baton.tests.harness.rig import running, tiny_config\n"
+        "with running(Path(sys.argv[1]), tiny_config(Path(sys.argv[2]))) as rig:\n"
+        "    print(rig.process.pid, rig.pid('decode-0'), flush=True); time.sleep(100)"
+    )
+    command = tied([sys.executable, "-c", code, str(tmp_path), str(tiny_dir)])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as test:
+        assert test.stdout is not None
+        serve, worker = map(int, test.stdout.readline().split())
+        before = footprint(serve)
+        os.kill(worker, signal.SIGSTOP)
+        test.kill()
+        check_processes(before)
 
 
 class _Done(Exception):

@@ -15,6 +15,7 @@ from baton.engine.params import EngineParams
 from baton.engine.ranks import SingleRank, TorchGroup
 from baton.engine.runner import Runner
 from baton.engine.step import unpack_plan
+from baton.tests.harness.tied import tied
 
 SECRET = b"only these ranks"
 TIMEOUT_S = 20.0
@@ -45,7 +46,7 @@ def start_follower(function: str, *arguments: str) -> subprocess.Popen[bytes]:
     """A process that calls `module:function` of the tests with text arguments."""
     module, name = function.split(":")
     code = f"import sys; from {module} import {name}; {name}(*sys.argv[1:])"
-    return subprocess.Popen([sys.executable, "-W", "error::UserWarning", "-c", code, *arguments])
+    return subprocess.Popen(tied([sys.executable, "-W", "error::UserWarning", "-c", code, *arguments]))
 
 
 @contextmanager

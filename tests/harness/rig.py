@@ -26,6 +26,7 @@ from baton.proto.control_pb2_grpc import AdminStub
 from . import oracles
 from .client import Client
 from .gates import Gates
+from .tied import tied
 
 _START_S = 90.0  # of the 120 that a test may take: beside others a start is slow
 _STOP_S = 20.0
@@ -214,7 +215,7 @@ def running(
     needed = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     variables = {**os.environ, **needed, **armed, **(environment or {})}
     process = subprocess.Popen(
-        [sys.executable, "-m", "baton.cluster.cli", "serve", str(path), "--verbose"],
+        tied([sys.executable, "-m", "baton.cluster.cli", "serve", str(path), "--verbose"]),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
