@@ -119,11 +119,12 @@ class Core:
     def view_changed(self, members: Sequence[Member]) -> None:
         """The membership has a new view."""
         self.sessions.update(members)
+        self.lives.look_again()
         self.moves.look()
 
     def session_up(self, peer: Peer, welcome: pb.Welcome) -> None:
         """A worker can be used."""
-        self.lives.dispatcher.worker_up(peer, welcome)
+        self.lives.worker_up(peer, welcome)
         ups = [session.welcome for session in self.sessions.up() if session.welcome is not None]
         self._facts = ModelFacts(min(w.max_model_len for w in ups), min(w.vocab_size for w in ups))
         _log.info("%s %s is up", peer.worker_id, peer.incarnation)

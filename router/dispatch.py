@@ -48,6 +48,7 @@ class Dispatcher:
         self._report = report
         self._gates: dict[Peer, LookaheadGate] = {}
         self._at_gate: dict[LegId, tuple[Peer, float]] = {}
+        self._unplaced: dict[LegId, tuple[Live, m.Place]] = {}  # legs that wait until a worker is ready
 
     # ---- workers come and go ---------------------------------------------------------------------------------------
 
@@ -55,6 +56,13 @@ class Dispatcher:
         """A session with a worker began."""
         if welcome.role == "prefill":
             self._gates[peer] = LookaheadGate(welcome.lookahead * welcome.max_batch_tokens)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Workers may be ready that were not: places the legs that wait for one."""
+        waiting, self._unplaced = self._unplaced, {}
+        for live, action in waiting.values():
+            self.place(live, action)
 
     def worker_lost(self, peer: Peer) -> None:
         """A session ended; to be called before the legs there are told."""
@@ -63,7 +71,7 @@ class Dispatcher:
     # ---- placing ---------------------------------------------------------------------------------------------------
 
     def place(self, live: Live, action: m.Place) -> None:
-        """Chooses the workers of a leg; reports Placed or Unplaceable."""
+        """Chooses the workers of a leg; reports Placed or Unplaceable, or waits with that until a worker comes."""
         if action.source is not None:
             self._place_beside(live, action, action.source)
             return
@@ -71,7 +79,10 @@ class Dispatcher:
         decode = self._pick("decode", action, model_of(prefill)) if prefill and action.needs_decode else None
         if prefill is None or (action.needs_decode and decode is None):
             error = _nobody("decode" if prefill else "prefill", action)
-            self._report(live.request_id, m.Unplaceable(action.leg, error))
+            if action.patient and error is not action.refused:
+                self._unplaced[LegId(live.request_id, action.leg)] = live, action
+            else:
+                self._report(live.request_id, m.Unplaceable(action.leg, error))
             return
         leg = live.life.legs[action.leg.attempt]
         leg_id = LegId(live.request_id, action.leg)
@@ -141,8 +152,10 @@ class Dispatcher:
             self._open(gate.leave(leg_id))
 
     def leg_over(self, live: Live, leg: LegKey) -> None:
-        """The leg occupies its decode worker no more."""
-        self._loads["decode"].remove(LegId(live.request_id, leg))
+        """The leg occupies its decode worker no more, nor waits for one."""
+        leg_id = LegId(live.request_id, leg)
+        self._loads["decode"].remove(leg_id)
+        self._unplaced.pop(leg_id, None)
 
     def waited(self, request_id: str, leg: LegKey) -> float:
         """Seconds since the leg came to its gate."""

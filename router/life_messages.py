@@ -194,8 +194,9 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class Place:
     """Choose workers, `after_s` from now, then report Placed or Unplaceable. Those in `avoid` are the last choice; with
-    `refused` set they are none, and `refused` is then the reason to report. `cause`: first | retry | preempted |
-    moved | recompute (of KV that turned out not to be there any more).
+    `refused` set they are none, and `refused` is then the reason to report. `cause`: first | again (a worker
+    was lost before it was told) | retry | preempted | moved | recompute (of KV that turned out not to be there any
+    more).
     `source`: the worker that has the leg's KV already; only a decode worker, another one, is then chosen."""
 
     leg: LegKey
@@ -206,6 +207,12 @@ class Place:
     refused: BatonError | None
     after_s: float = 0.0
     source: Peer | None = None
+
+    @property
+    def patient(self) -> bool:
+        """Whether the leg waits for a worker where none is ready: a request that was never placed is refused, and the
+        KV that a source holds is not kept for that long."""
+        return self.cause != "first" and self.source is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,16 @@ class Lives:
         if story is not None:
             story.heard(time.monotonic(), event, heeded=False)
 
+    def worker_up(self, peer: Peer, welcome: pb.Welcome) -> None:
+        """A worker can be used, also by legs that wait for one."""
+        self.dispatcher.worker_up(peer, welcome)
+        self._drain()
+
+    def look_again(self) -> None:
+        """The membership changed: a worker may take new legs again."""
+        self.dispatcher.look_again()
+        self._drain()
+
     def worker_lost(self, peer: Peer) -> None:
         """A worker, with all that it held for us, is gone."""
         self.dispatcher.worker_lost(peer)

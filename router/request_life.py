@@ -288,7 +288,7 @@ class RequestLife:
         match do:
             case Do.PLACE:
                 leg.prefill = leg.decode = None
-                return [m.Place(leg.key, "first", leg.needs_decode, None, leg.avoid, None)]
+                return [m.Place(leg.key, "again", leg.needs_decode, None, leg.avoid, None)]
             case Do.ENTER_GATE if leg.prefill:
                 return [m.EnterGate(leg.key, leg.prefill, self.prompt_tokens + len(leg.generated))]
             case Do.AGAIN if error:

@@ -14,7 +14,16 @@ import pytest
 import pytest_asyncio
 from baton.proto import baton_pb2 as api
 from baton.proto import worker_pb2 as pb
-from baton.tests.harness.router_rig import EOS_ID, FakeWorker, RouterRig, key_of, ref_of, router_rig, say
+from baton.tests.harness.router_rig import (
+    EOS_ID,
+    Collected,
+    FakeWorker,
+    RouterRig,
+    key_of,
+    ref_of,
+    router_rig,
+    say,
+)
 
 LONG = "abcdefghijklmnopqrstuvwxyz"
 
@@ -79,14 +88,23 @@ async def test_lc_08_decode_port_closed(tmp_path: Path) -> None:
 
 
 async def test_lc_08_decode_accepts_then_resets(rig: RouterRig) -> None:
+    """Those that were let in wait for its successor."""
     decode = rig.cluster["decode-0"]
 
-    async def die(leg: pb.Leg) -> None:
-        asyncio.get_running_loop().create_task(decode.kill())
+    async def silent(leg: pb.Leg) -> None:
+        pass
 
-    decode.on_reserve = die
-    results = await asyncio.wait_for(asyncio.gather(*(status(rig, prompt="x") for _ in range(50))), 3)
-    assert {code for code, _ in results} == {grpc.StatusCode.UNAVAILABLE}
+    decode.on_reserve = silent
+    calls = [asyncio.create_task(rig.generate(prompt="x")) for _ in range(50)]
+    while await rig.metric("baton_router_inflight_requests") < 50:
+        await asyncio.sleep(0.02)
+    await decode.kill()
+    while not await rig.metric("baton_retries_total", leg="first"):
+        await asyncio.sleep(0.02)
+    await rig.cluster.add("decode-0", "2")
+    answers = await asyncio.gather(*calls)
+    assert {answer.texts[0] for answer in answers} == {"hello"}
+    assert {answer.finished[-1].timing.attempts for answer in answers} <= {1, 2}  # 1: it was not told of it yet
 
 
 async def test_lc_08_prefill_raises_after_accepting(rig: RouterRig) -> None:
@@ -209,37 +227,64 @@ async def test_prefill_lost_after_commit_is_no_event(wide: RouterRig) -> None:
     assert answer.finished[-1].timing.attempts == 1
 
 
-async def test_api_05_the_only_decode_worker_lost_is_an_error_and_never_a_stop(rig: RouterRig) -> None:
+async def lost_in_mid_answer(rig: RouterRig, **fields: Any) -> asyncio.Task[Collected]:
+    """A call whose only decode worker has gone after some tokens, and which waits for another."""
     rig.cluster.script = say(LONG)
-    call = await rig.streaming(3, prompt="x")
-    start = asyncio.get_running_loop().time()
+    call = await rig.streaming(3, prompt="x", **fields)
     await rig.cluster["decode-0"].kill()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert asyncio.get_running_loop().time() - start < 5
+    while not await rig.metric("baton_retries_total", leg="resumed"):
+        await asyncio.sleep(0.02)
+    return call
+
+
+async def test_an_answer_waits_for_a_worker_and_goes_on(rig: RouterRig) -> None:
+    """A request that comes meanwhile is refused at once: somebody else may be able to serve it."""
+    call = await lost_in_mid_answer(rig)
+    assert (await status(rig, prompt="x"))[0] is grpc.StatusCode.UNAVAILABLE
+    await rig.cluster.add("decode-0", "2")
+    answer = await call
+    assert answer.texts == {0: LONG}
+    assert answer.finished[-1].timing.attempts == 2
+
+
+async def test_who_waits_for_a_worker_may_leave(rig: RouterRig) -> None:
+    call = await lost_in_mid_answer(rig)
+    call.cancel()
+    while not await rig.metric("baton_requests_cancelled_total"):
+        await asyncio.sleep(0.02)
+    await rig.cluster.add("decode-0", "2")
+    await rig.ready()
+    assert rig.cluster["decode-0"].commands == []
+
+
+async def test_api_05_an_answer_that_no_worker_can_end_ends_with_its_deadline(tmp_path: Path) -> None:
+    """An error, and never a stop."""
+    async with router_rig(tmp_path, "prefill-0", "decode-0", request_deadline_s=1.5) as rig:
+        call = await lost_in_mid_answer(rig)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_api_05_failure_after_the_first_event_is_in_band_over_http(rig: RouterRig, stream: bool) -> None:
     decode, said = rig.cluster["decode-0"], say(LONG)
     decode.step_s = 0.05
-    kills: list[asyncio.Future[None]] = []
 
     def script(leg: pb.Leg, choice: int, index: int) -> int:
-        if index == 5 and not kills:
-            kills.append(asyncio.ensure_future(decode.kill()))
+        if index == 5:
+            decode.fail(leg, "internal", "the engine stopped")
         return said(leg, choice, index)
 
     rig.cluster.script = script
     response = await rig.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 50, "stream": stream})
     if not stream:
-        assert (response.status_code, response.json()["error"]["type"]) == (503, "server_error")
+        assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
         return
     events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
     assert response.status_code == 200
     assert all(event["choices"][0]["finish_reason"] is None for event in events[:-1])
-    assert (events[-1]["error"]["code"], "[DONE]" in response.text) == ("unavailable", False)
+    assert (events[-1]["error"]["code"], "[DONE]" in response.text) == ("internal", False)
 
 
 async def test_api_05_an_error_in_the_detokeniser_fails_the_request_alone(
@@ -266,11 +311,11 @@ async def test_a_silent_worker_is_dead_within_its_bound(rig: RouterRig) -> None:
     call = await rig.streaming(2, prompt="x")
     start = asyncio.get_running_loop().time()
     rig.cluster["decode-0"].muted = True
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    while not await rig.metric("baton_retries_total", leg="resumed"):
+        await asyncio.sleep(0.02)
     assert 0.9 < asyncio.get_running_loop().time() - start < 5
     rig.cluster["decode-0"].muted = False
+    assert (await call).texts == {0: LONG}  # from its next session
 
 
 async def test_cf_01_a_replaced_worker_behind_the_same_address(rig: RouterRig) -> None:

@@ -211,7 +211,7 @@ def test_attempts_are_bounded() -> None:
 def test_lost_before_anything_was_sent_is_no_retry() -> None:
     life = begun()
     life.handle(m.Placed(K1, P, D))
-    assert life.handle(m.WorkerLost(P)) == [m.PrefillOver(K1), m.Place(K1, "first", True, None, frozenset(), None)]
+    assert life.handle(m.WorkerLost(P)) == [m.PrefillOver(K1), m.Place(K1, "again", True, None, frozenset(), None)]
     assert life.retries == 0
 
 

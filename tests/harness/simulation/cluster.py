@@ -192,6 +192,19 @@ class Cluster:
         if not allowed:
             raise Violation(f"{live.request_id} ended with {error!r}")
 
+    def leave_waiting(self) -> bool:
+        """Clients whose requests wait for a worker, although none comes any more, leave. Whether there were any.
+
+        A leg that waits although there are workers breaks I1.
+        """
+        waiting = {leg.request_id for leg in self.lives.dispatcher._unplaced}
+        if waiting and self.sessions.ready("prefill") and self.sessions.ready("decode"):
+            raise Violation(f"I1: {waiting} wait for workers, and there are some")
+        for request_id in waiting:
+            self.clients[request_id].cancelled = True
+            self.give_up(self.clients[request_id], Cancelled("nobody comes"))
+        return bool(waiting)
+
     # ---- rest ------------------------------------------------------------------------------------------------------
 
     @property
@@ -207,6 +220,7 @@ class Cluster:
         dispatcher = self.lives.dispatcher
         loads = [load._peers for load in dispatcher._loads.values()]
         gates = [leg for gate in dispatcher._gates.values() for leg in (*gate._waiting, *gate._through)]
-        if any(loads) or gates or dispatcher._at_gate or len(self.lives):
-            return f"the router still counts {loads}, {gates}, {dispatcher._at_gate}"
+        waiting = [*dispatcher._at_gate, *dispatcher._unplaced]
+        if any(loads) or gates or waiting or len(self.lives):
+            return f"the router still counts {loads}, {gates}, {waiting}"
         return next((found for p in self.processes.values() if p.alive and (found := p.problem())), "")

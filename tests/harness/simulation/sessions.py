@@ -65,7 +65,7 @@ class RouterSession:
         """A worker's event."""
         if message.HasField("welcome"):
             self.welcome = message.welcome
-            self._cluster.lives.dispatcher.worker_up(self.member.peer, message.welcome)
+            self._cluster.lives.worker_up(self.member.peer, message.welcome)
         elif self.welcome is not None:
             self._cluster.heard(self.member.peer, message)
 
@@ -114,6 +114,7 @@ class Sessions:
                 self._sessions[peer] = RouterSession(self._cluster, member)
         for peer in [peer for peer in self._sessions if peer not in wanted]:
             self._sessions.pop(peer).close()
+        self._cluster.lives.look_again()
 
     def get(self, peer: Peer) -> RouterSession | None:
         """The session with that incarnation, up or not."""
