@@ -9,7 +9,8 @@ shifts or reinterprets anything cannot bring what is expected. The prefill rank 
 | the payload, through the carrier | `canary_seen` {reason}: empty, it is bit for bit what was expected |
 
 After a bad canary the prefill rank tries again over `inline`; after a bad one there the link is refused. Until a good
-one the decode rank takes nothing else on the link.
+one the decode rank takes nothing else on the link. When a link changes to `inline` later, another canary goes before
+the first frame there (`repeat_canary`); other messages may pass meanwhile, and a bad one ends the link.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .carriers import INLINE, Carrier, CarrierFailed
+from .carriers import INLINE, Carrier, CarrierFailed, InlineCarrier
 from .codec import decode, encode, wire_bytes
 from .frames import RAW, payload_shape, torch_dtype
 from .plan import Box
@@ -92,6 +93,15 @@ def send_canary(wire: Wire, carrier: Carrier, nonce: bytes, head_dim: int, dtype
         carrier.close()  # its peer then fails at once too
         failure = str(error)
     return _answer(wire, "canary_seen") or failure
+
+
+def repeat_canary(wire: Wire, nonce: bytes, head_dim: int, dtype: str, codec: str) -> None:
+    """The same over `inline` on a link in use: at once, and both answers are left to the caller. Raises WireError."""
+    payload = canary_payload(nonce, head_dim, dtype, codec)
+    wire.send("canary", carrier=INLINE, dtype=dtype, codec=codec, bytes=payload.numel())
+    carrier = InlineCarrier(wire)
+    carrier.begin(payload.numel())
+    carrier.send(payload)
 
 
 def receive_canary(

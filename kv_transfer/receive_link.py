@@ -50,6 +50,7 @@ class ReceiveLink:
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._canaries = 0  # how many came
         self._proved = False  # the last one was right
+        self._changed = False  # the carrier, and no canary has come over the new one
         self._thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
 
     def start(self) -> None:
@@ -94,13 +95,14 @@ class ReceiveLink:
         """Take the synthetic block in, or say what is wrong with it. Raises WireError when no other may come."""
         name = field(message, "carrier", str)
         self._canaries += 1
-        if len(self._legs) or self._canaries > 2 or name not in (self._window.carrier.name, INLINE):
+        usual = not len(self._legs) and self._canaries <= 2 and name in (self._window.carrier.name, INLINE)
+        if not (usual or (self._changed and name == INLINE)):
             raise WireError(f"an unexpected canary over {name!r}")
         if name != self._window.carrier.name:
             self._window.use_inline()
         what = (self._owner.layout.head_dim, self._agreement.dtype, self._params.wire)
         reason = receive_canary(self._wire, self._window.carrier, message, self._nonce, *what)
-        self._proved = not reason
+        self._proved, self._changed = not reason, False
         if reason and name == INLINE:
             raise WireError(f"the canary over inline failed: {reason}")
         if reason:
@@ -132,11 +134,14 @@ class ReceiveLink:
             return
         kind = message["kind"]
         if kind == "frames":
+            if self._changed:
+                raise WireError("a frame came before the canary over another carrier")
             self._window.on_frames(message)
         elif kind == "beat":
             self._wire.send("beat")
         elif kind == "switch":
             self._window.on_switch()
+            self._changed = True
         elif kind == "canary":
             self._on_canary(message)
         elif kind in ("open", "done", "cancel", "abandon", "fail"):

@@ -173,7 +173,14 @@ class SendLink:
         wire.limit_s = params.frame_timeout_s
         carrier = self._proved(wire, self._carrier(wire, welcome.carrier), welcome.nonce)
         return wire, SendWindow(
-            self._owner, wire, carrier, welcome.checked, params.max_outstanding, self._dtype, params.wire
+            self._owner,
+            wire,
+            carrier,
+            welcome.checked,
+            params.max_outstanding,
+            self._dtype,
+            params.wire,
+            welcome.nonce,
         )
 
     def _carrier(self, wire: Wire, agreed: str) -> Carrier:

@@ -22,6 +22,7 @@ from ..proto.errors import BatonError, InternalError, from_wire
 from ..proto.failpoints import reach
 from ..proto.kv_layout import KVLayout
 from .block_store import BlockStore
+from .canary import repeat_canary
 from .carriers import INLINE, RING, Carrier, CarrierFailed, InlineCarrier, patience_s
 from .codec import direct, encode, wire_cell_bytes
 from .events import LegKey
@@ -89,13 +90,22 @@ class SendWindow:
     """At most `size` announcements whose payload is still to be sent, each of one or more frames of a leg."""
 
     def __init__(
-        self, owner: WindowOwner, wire: Wire, carrier: Carrier, checked: bool, size: int, dtype: str, codec: str
+        self,
+        owner: WindowOwner,
+        wire: Wire,
+        carrier: Carrier,
+        checked: bool,
+        size: int,
+        dtype: str,
+        codec: str,
+        nonce: bytes,
     ) -> None:
         self._owner = owner
         self._wire = wire
         self._carrier = carrier
         self._checked = checked
         self._dtype, self._codec = dtype, codec  # of the payloads
+        self._nonce = nonce  # of the canary
         self._direct = direct(owner.store.dtype, dtype, codec)
         self._cell_bytes = wire_cell_bytes(owner.layout.head_dim, dtype, codec)
         self._first_head = owner.layout.head_ranges[owner.rank][0]
@@ -105,6 +115,7 @@ class SendWindow:
         self._views = Views()
         self._next = 0
         self._switching = False
+        self._resume_at: int | None = None  # while the canary is on its way over the new carrier: the next frame
         self._unsent = 0  # bytes of the socket's queue when it was last looked at
         self._progress_at = 0.0
         self._begun: set[LegKey] = set()
@@ -205,7 +216,9 @@ class SendWindow:
         elif kind == "carrier_failed":
             self._switch(field(message, "reason", str))
         elif kind == "switched":
-            self._announce_again(field(message, "sequence", int))
+            self._prove_again(field(message, "sequence", int))
+        elif kind in ("canary_ready", "canary_seen"):
+            self._proved_again(kind, field(message, "reason", str))
         else:
             return False
         return True
@@ -286,11 +299,23 @@ class SendWindow:
         self._progress_at = time.monotonic()
         self._wire.send("switch")
 
-    def _announce_again(self, sequence: int) -> None:
-        """The decode rank is done with all frames before this one, and goes on inline."""
-        if not self._switching or not 0 <= sequence <= self._next:
+    def _prove_again(self, sequence: int) -> None:
+        """The decode rank is done with all frames before this one, and goes on inline once that has been proved."""
+        if not self._switching or self._resume_at is not None or not 0 <= sequence <= self._next:
             raise WireError("the peer changed carrier unasked, or after frames that were not announced")
-        self._switching = False
+        self._resume_at = sequence
+        repeat_canary(self._wire, self._nonce, self._owner.layout.head_dim, self._dtype, self._codec)
+
+    def _proved_again(self, kind: str, reason: str) -> None:
+        if self._resume_at is None:
+            raise WireError(f"{kind} without a canary")
+        if reason:
+            raise WireError(f"the canary failed after the change to inline: {reason}")
+        if kind == "canary_seen":
+            self._announce_again(self._resume_at)
+
+    def _announce_again(self, sequence: int) -> None:
+        self._switching, self._resume_at = False, None
         flights, self._flights = self._flights, {}
         for first, flight in flights.items():
             done = min(max(0, sequence - first), len(flight.parcel.frames))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from baton.kv_transfer.canary import BOX, canary_fault, canary_payload
-from baton.kv_transfer.carriers import InlineCarrier
+from baton.kv_transfer.carriers import CarrierFailed, InlineCarrier
 from baton.kv_transfer.events import ReceiveFailed, SendFailed, Sent
 from baton.kv_transfer.frames import payload_shape
 from baton.kv_transfer.torch_carrier import TorchCarrier
@@ -89,6 +89,44 @@ def test_kv_06_a_wrong_gloo_carrier_is_replaced_by_inline(
         pair.sent[0].wait(Sent)
         pair.assert_equal(PROMPT)
     assert "goes on inline" in caplog.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_kv_06_a_wrong_inline_carrier_is_found_when_another_fails_later(
+    damage: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The canary went over gloo; nothing else would notice. The link ends, and so does the leg, without a frame of it
+    placed."""
+    original, calls = TorchCarrier.send, [0]
+
+    def failing(self: TorchCarrier, payload: torch.Tensor) -> None:
+        calls[0] += 1
+        if calls[0] > 2:  # the probe, the canary
+            raise CarrierFailed("out of order")
+        original(self, payload)
+
+    monkeypatch.setattr(TorchCarrier, "send", failing)
+    _damaging(InlineCarrier, damage, monkeypatch)
+    with rig(SHAPE, SHAPE, replace(PARAMS, transport="gloo", checksum=False)) as pair:
+        pair.send(LEG, PROMPT)
+        assert "canary" in pair.sent[0].wait(SendFailed)[0].error.message
+        assert pair.received[0].wait(ReceiveFailed)
+        assert pair.targets[0].writes == 0
+
+
+def test_after_a_change_of_carrier_nothing_is_taken_before_a_good_canary() -> None:
+    with rig(SHAPE, SHAPE, QUICK) as pair:
+        ticket = pair.reserve(LEG, PROMPT, 0, pair.target_blocks(PROMPT))
+        peer = RawPeer(pair, ticket)
+        peer.open(ticket)
+        peer.wire.send("switch")
+        answer = peer.wire.receive()
+        assert isinstance(answer, dict)
+        assert (answer["kind"], answer["sequence"]) == ("switched", 0)
+        with pytest.raises(WireError):
+            peer.frame()
+        assert "canary" in pair.received[0].wait(ReceiveFailed)[0].error.message
+        peer.wire.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
