@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.argmax import argmax
 from ..proto.errors import InternalError
 from ..proto.sampling import SamplingParams
 from .step import Draw, SampledToken
@@ -31,7 +32,9 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[list[SampledToken]]:
-    """Draw from row i of `logits` (float32 [R, vocab], not changed) what draws[i] asks for, one token a choice.
+    """Draw from row i of `logits` [R, vocab], not changed, what draws[i] asks for, one token a choice.
+
+    The logits are float32 or bfloat16; all but comparing is done in float32.
 
     Raises InternalError for logits that are not numbers, and ValueError when rows and draws do not pair up.
     """
@@ -41,11 +44,11 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[list[SampledToken]]:
     adjusted = _adjust(logits, draws)
     greedy = [row for row, draw in enumerate(draws) if draw.params.temperature == 0]
     noisy = [row for row, draw in enumerate(draws) if draw.params.temperature != 0]
-    for row, token in zip(greedy, _best(_rows(adjusted, greedy)), strict=True):
+    for row, token in zip(greedy, _best(adjusted, greedy), strict=True):
         ids[row] = [token] * len(draws[row].choices)
     for low in range(0, len(noisy), _ROWS):
         part = noisy[low : low + _ROWS]
-        for row, tokens in zip(part, _draw(_rows(adjusted, part), [draws[row] for row in part]), strict=True):
+        for row, tokens in zip(part, _draw(_rows(adjusted, part).float(), [draws[row] for row in part]), strict=True):
             ids[row] = tokens
     return _describe(logits, draws, ids)
 
@@ -57,7 +60,7 @@ def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
 
 
 def _adjust(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Penalties, bias and the mask of early stop tokens: a copy where anything changes, else the tensor itself."""
+    """Penalties, bias and the mask of early stop tokens: in float32 where anything changes, else the tensor itself."""
     result = logits
     for index, draw in enumerate(draws):
         params = draw.params
@@ -65,7 +68,7 @@ def _adjust(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         if not (params.penalised or params.logit_bias or early):
             continue
         if result is logits:
-            result = logits.clone()
+            result = logits.to(torch.float32, copy=True)
         row = result[index]
         if params.penalised:
             _penalise(row, draw)
@@ -99,22 +102,16 @@ def _blocked(logits: Tensor) -> Tensor:
     return padded.view(logits.shape[0], -1, _BLOCK)
 
 
-def _block_maxima(blocked: Tensor) -> Tensor:
-    maxima = blocked.amax(dim=2)
-    if not bool((maxima.amax(dim=1) > -math.inf).all()):  # false for NaN, too
-        raise InternalError("the model's logits are not numbers, or every token is masked")
-    return maxima
-
-
-def _best(logits: Tensor) -> list[int]:
-    """The id of the highest logit in each row; of equals, the lowest id."""
-    if not logits.shape[0]:
-        return []
-    blocked = _blocked(logits)
-    block = _block_maxima(blocked).argmax(dim=1)
-    inner = blocked[torch.arange(len(block), device=logits.device), block].argmax(dim=1)
-    best: list[int] = (block * _BLOCK + inner).tolist()
+def _best(logits: Tensor, rows: Sequence[int]) -> list[int]:
+    """The id of the highest logit in each of these rows; of equals, the lowest id."""
+    best = argmax(logits, rows)
+    if -1 in best:
+        raise _no_numbers()
     return best
+
+
+def _no_numbers() -> InternalError:
+    return InternalError("the model's logits are not numbers, or every token is masked")
 
 
 def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[list[int]]:
@@ -123,7 +120,9 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[list[int]]:
         return []
     blocked = _blocked(logits)
     temperatures = logits.new_tensor([max(draw.params.temperature, _COLDEST) for draw in draws])
-    best = _block_maxima(blocked).amax(dim=1)
+    best = blocked.amax(dim=(1, 2))
+    if not bool((best > -math.inf).all()):  # false for NaN, too
+        raise _no_numbers()
     blocked = (blocked - best[:, None, None]).div_(temperatures[:, None, None])  # the best logit is 0 from here on
     floor = _floor(blocked, [draw.params for draw in draws])
     out = None if floor is None else blocked < floor[:, None, None]
@@ -239,7 +238,7 @@ def _describe(logits: Tensor, draws: Sequence[Draw], ids: list[list[int]]) -> li
         if wanted is None or not tokens:
             result.append([SampledToken(c, token, None, ()) for c, token in zip(draw.choices, tokens, strict=True)])
             continue
-        scores = logits[row]
+        scores = logits[row].float()
         total = float(scores.logsumexp(0))
         chosen = scores[_ids(scores, tokens)].tolist()
         top = tuple((token, value - total) for token, value in _top(scores, wanted))
