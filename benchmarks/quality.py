@@ -75,7 +75,7 @@ class Reader:
         batch = BatchTensors.build([step], BLOCK, torch.device("cpu"))
         batch = dataclasses.replace(batch, logit_rows=torch.arange(len(tokens)))
         with torch.inference_mode():
-            return self._model.forward(batch, self._kv, lambda low, high: None).log_softmax(-1)
+            return self._model.forward(batch, self._kv, None).float().log_softmax(-1)
 
 
 def main() -> None:

@@ -11,17 +11,13 @@ machine and for this shape, to give the bits of the 32-row call; other numbers o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.linear import best_level, bf16_linear, int4_linear, int8_linear
+from ..kernels.linear import Linear, best_level, bf16_linear, int4_linear, int8_linear
 from ..kernels.native import library
 from .quantized import Int4Weight, Int8Weight, Weight
-
-Linear = Callable[[Tensor], Tensor]  # [rows, inputs] -> [rows, outputs]
 
 ROW_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512)  # rows of one call
 _REFERENCE = 32

@@ -85,11 +85,11 @@ class Runner:
 
     def decode(self, steps: Sequence[SequenceStep]) -> list[list[SampledToken]]:
         """Run one step of running sequences; the same as `prefill` without interest in the layers."""
-        return self._lead("decode", steps, _ignore)
+        return self._lead("decode", steps, None)
 
     def follow(self, kind: Kind, steps: Sequence[SequenceStep], on_layers: OnLayers) -> None:
         """Run a plan of the leader on another rank."""
-        self._forward(steps, on_layers if kind == "prefill" else _ignore)
+        self._forward(steps, on_layers if kind == "prefill" else None)
 
     def warm_up(self) -> float:
         """Run one token through every kernel and collective; returns the seconds of a second such step.
@@ -98,12 +98,12 @@ class Runner:
         """
         draw = DRAWN_BY_LEADER
         step = SequenceStep("", 0, 0, [0], 0, [0], draw)
-        self.prefill([step], _ignore)
+        self._lead("prefill", [step], None)
         started = time.perf_counter()
         self.decode([step])
         return time.perf_counter() - started
 
-    def _lead(self, kind: Kind, steps: Sequence[SequenceStep], on_layers: OnLayers) -> list[list[SampledToken]]:
+    def _lead(self, kind: Kind, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> list[list[SampledToken]]:
         if self._broadcast is not None:
             self._broadcast(pack_plan(kind, steps))
         logits = self._forward(steps, on_layers)
@@ -111,14 +111,10 @@ class Runner:
         with torch.inference_mode():
             return sample(logits, draws)
 
-    def _forward(self, steps: Sequence[SequenceStep], on_layers: OnLayers) -> torch.Tensor:
+    def _forward(self, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> torch.Tensor:
         with torch.inference_mode():
             batch = BatchTensors.build(steps, self.layout.block_size, self._device)
             return self._model.forward(batch, self.kv, on_layers)
-
-
-def _ignore(low: int, high: int) -> None:
-    """Nobody waits for the layers."""
 
 
 def _check(params: EngineParams) -> None:

@@ -7,6 +7,7 @@ output's products are summed in the order of the inputs, whatever rows come with
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from .memory import prefer_huge_pages
 from .native import library
 
+Linear = Callable[[Tensor], Tensor]  # [rows, inputs] -> [rows, outputs]
 Kind = Literal["bf16", "int8", "int4"]
 GROUP = 32  # inputs that share a scale of a 4-bit weight
 INT8_GROUP = 64  # the same of an int8 weight; there may be a smaller one at the end
@@ -54,13 +56,13 @@ class NativeLinear:
     ) -> None:
         """`level`: at most `best_level`, which None stands for."""
         best = best_level(kind)
-        self.outputs, self.inputs = shape
+        self.kind, (self.outputs, self.inputs) = kind, shape
         wide = None if bias is None else bias.float().contiguous()
         self._keep = (packed, scales, wide)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in self._keep)
         use = best if level is None else min(level, best)
         self._layer = _Linear(*pointers, *shape, use, torch.get_num_threads(), has_minima)
-        self._where = ctypes.addressof(self._layer)
+        self.where = ctypes.addressof(self._layer)  # of what C knows of it
         self._call = getattr(library(), f"baton_{kind}_linear")
         self._call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._call.restype = ctypes.c_int
@@ -71,7 +73,7 @@ class NativeLinear:
         if rows.dtype != torch.bfloat16 or rows.shape[1:] != (self.inputs,):
             raise ValueError(f"rows {list(rows.shape)} of {rows.dtype} for {self.inputs} inputs of bfloat16")
         out = rows.new_empty(rows.shape[0], self.outputs)
-        if self._call(self._where, rows.data_ptr(), rows.shape[0], out.data_ptr()):
+        if self._call(self.where, rows.data_ptr(), rows.shape[0], out.data_ptr()):
             raise MemoryError(f"no memory for {rows.shape[0]} quantised rows of {self.inputs} inputs")
         return out
 

@@ -79,23 +79,29 @@ class PagedAttention:
         with bfloat16 on both sides the weights may be rounded to it before their product with the values.
         """
         call = self._call
-        if not call.scratch:
-            self._prepare(query, scale)
+        if query.stride()[1:] != (query.shape[2], 1):
+            raise ValueError(f"queries with strides {query.stride()}")
+        self.prepare(query.shape[1], query.stride(0), query.dtype, scale)
         call.query, call.keys, call.values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         call.out = out.data_ptr()
         self._run(self._where, self._level)
 
-    def _prepare(self, query: Tensor, scale: float) -> None:
-        """What is the same in all layers but known at the first one only."""
+    def prepare(self, heads: int, stride: int, dtype: torch.dtype, scale: float) -> int:
+        """Once for all layers of the step: queries of `dtype`, `heads` a token, tokens `stride` numbers apart.
+
+        Returns where C finds the plan, for callers that set the places of queries, pools and results themselves.
+        """
         call = self._call
-        if query.dtype not in COMPUTED or query.stride()[1:] != (query.shape[2], 1):
-            raise ValueError(f"queries of {query.dtype} with strides {query.stride()}")
-        call.query_heads, call.query_stride = query.shape[1], query.stride(0)
-        call.query_dtype = DTYPES[query.dtype]
+        if call.scratch:
+            return ctypes.addressof(call)
+        if dtype not in COMPUTED:
+            raise ValueError(f"queries of {dtype}")
+        call.query_heads, call.query_stride, call.query_dtype = heads, stride, DTYPES[dtype]
         call.scale = scale * _LOG2_E
         call.scratch_bytes = self._scratch_bytes(self._where)
         self._scratch = torch.empty(call.threads * call.scratch_bytes + 64, dtype=torch.uint8)
         call.scratch = -(-self._scratch.data_ptr() // 64) * 64
+        return ctypes.addressof(call)
 
 
 def _address(numbers: array[int]) -> int:

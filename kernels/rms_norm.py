@@ -27,6 +27,22 @@ def add_rms_norm(rows: Tensor, part: Tensor, weight: Tensor, eps: float, level: 
     return rms_norm(rows.add_(part), weight, eps, level) if out is None else out
 
 
+def norm_heads(heads: Tensor, query_norm: Tensor, key_norm: Tensor, queries: int, keys: int, eps: float) -> Tensor:
+    """Each query and key of heads [T, queries + 2 * keys, D] under `rms_norm` with query_norm or key_norm [D].
+
+    Changes `heads`, or returns a new tensor.
+    """
+    run = function("baton_norm_heads", "pppnnnnnfii")
+    parts = (heads, query_norm, key_norm)
+    plain = all(part.is_contiguous() and part.dtype == heads.dtype for part in parts)
+    if run is None or heads.device.type != "cpu" or heads.dtype not in COMPUTED or not plain:
+        normed = (rms_norm(heads[:, :queries], query_norm, eps), rms_norm(heads[:, queries:-keys], key_norm, eps))
+        return torch.cat((*normed, heads[:, -keys:]), dim=1)
+    shape = (heads.shape[0], queries, keys, heads.shape[2])
+    run(*(part.data_ptr() for part in parts), *shape, DTYPES[heads.dtype], eps, torch.get_num_threads(), BEST)
+    return heads
+
+
 def _native(rows: Tensor, part: Tensor | None, weight: Tensor, eps: float, level: int) -> Tensor | None:
     """None where it is not for the C function."""
     run = function("baton_norm", "ppppnnnfii")

@@ -31,4 +31,6 @@ struct item {
 typedef void attend_item(const struct attention *a, const struct item *item, const struct item *next, char *scratch);
 attend_item baton_attend_scalar, baton_attend_avx2, baton_attend_avx512, baton_attend_avx512_bf16;
 
+void baton_attend(const struct attention *a, int level);
+
 #endif

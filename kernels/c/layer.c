@@ -41,11 +41,16 @@ static const struct layer_ops *choose(int level) {
     return &baton_layer_scalar;
 }
 
-/* `level`: at most 0 scalar, 1 AVX2, 2 AVX-512. */
 EXPORT void baton_norm(char *hidden, const char *part, const char *weight, char *out, int64_t rows, int64_t size,
                        int64_t dtype, float eps, int threads, int level) {
     struct norm n = {hidden, part, weight, out, size, dtype, eps};
     run(choose(level)->norm, &n, rows, threads);
+}
+
+EXPORT void baton_norm_heads(char *heads, const char *query_norm, const char *key_norm, int64_t tokens, int64_t query_heads,
+                             int64_t kv_heads, int64_t head_dim, int64_t dtype, float eps, int threads, int level) {
+    struct head_norm n = {heads, query_norm, key_norm, query_heads, kv_heads, head_dim, dtype, eps};
+    run(choose(level)->norm_heads, &n, tokens, threads);
 }
 
 EXPORT void baton_rotate(char *heads, const char *cos, const char *sin, const int64_t *slots, char *keys, char *values,

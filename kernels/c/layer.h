@@ -22,6 +22,14 @@ struct rotation {
     int64_t query_heads, kv_heads, head_dim, block_size, dtype, pool_dtype;
 };
 
+/* The heads of each token under a norm of their own, in place. */
+struct head_norm {
+    char *heads; /* as in `rotation` */
+    const char *query_norm, *key_norm; /* [head_dim] */
+    int64_t query_heads, kv_heads, head_dim, dtype;
+    float eps;
+};
+
 /* silu(gate) * up */
 struct gate {
     const char *gate_up; /* [rows, 2 * size] */
@@ -34,8 +42,19 @@ struct gate {
 typedef void row_work(const void *arguments, int64_t first, int64_t last);
 
 struct layer_ops {
-    row_work *norm, *rotate, *gate;
+    row_work *norm, *norm_heads, *rotate, *gate;
 };
 extern const struct layer_ops baton_layer_scalar, baton_layer_avx2, baton_layer_avx512;
+
+/* Over all rows, on up to `threads` threads. `level`: at most 0 scalar, 1 AVX2, 2 AVX-512. Pointers are as in the structures
+   above; without `part` nothing is added. */
+void baton_norm(char *hidden, const char *part, const char *weight, char *out, int64_t rows, int64_t size, int64_t dtype,
+                float eps, int threads, int level);
+void baton_norm_heads(char *heads, const char *query_norm, const char *key_norm, int64_t tokens, int64_t query_heads,
+                      int64_t kv_heads, int64_t head_dim, int64_t dtype, float eps, int threads, int level);
+void baton_rotate(char *heads, const char *cos, const char *sin, const int64_t *slots, char *keys, char *values,
+                  int64_t tokens, int64_t query_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t dtype,
+                  int64_t pool_dtype, int threads, int level);
+void baton_gate(const char *gate_up, char *out, int64_t rows, int64_t size, int64_t dtype, int threads, int level);
 
 #endif

@@ -35,6 +35,18 @@ static TARGET void norm(const void *arguments, int64_t first, int64_t last) {
             norm_row(n, row, BFLOAT16);
 }
 
+static TARGET void norm_heads(const void *arguments, int64_t first, int64_t last) {
+    const struct head_norm *n = arguments;
+    int64_t row = n->head_dim * width(n->dtype);
+    for (int64_t token = first; token < last; token++) {
+        char *queries = n->heads + token * (n->query_heads + 2 * n->kv_heads) * row, *keys = queries + n->query_heads * row;
+        struct norm query = {queries, NULL, n->query_norm, queries, n->head_dim, n->dtype, n->eps};
+        struct norm key = {keys, NULL, n->key_norm, keys, n->head_dim, n->dtype, n->eps};
+        norm(&query, 0, n->query_heads);
+        norm(&key, 0, n->kv_heads);
+    }
+}
+
 /* Both halves of one head turn: the first half of `to` is left * cos - right * sin. */
 INLINE void rotate_head(const char *from, const char *cos, const char *sin, int64_t half, char *to, const int64_t dtype,
                         const int64_t to_dtype) {
@@ -108,4 +120,4 @@ static TARGET void gate(const void *arguments, int64_t first, int64_t last) {
             gate_row(g, row, BFLOAT16);
 }
 
-const struct layer_ops OPS = {norm, rotate, gate};
+const struct layer_ops OPS = {norm, norm_heads, rotate, gate};

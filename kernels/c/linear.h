@@ -67,6 +67,11 @@ struct job {
         switch (rows) { cases(name) }                                                                                  \
     }
 
+/* x [rows, inputs] -> out [rows, outputs], both bfloat16. Not 0: there was no memory. */
+int baton_bf16_linear(const struct linear *linear, const char *x, int64_t rows, uint16_t *out);
+int baton_int8_linear(const struct linear *linear, const uint16_t *x, int64_t rows, uint16_t *out);
+int baton_int4_linear(const struct linear *linear, const uint16_t *x, int64_t rows, uint16_t *out);
+
 void baton_run_linear(struct job *job);
 finish_function *baton_finish_floats(int wide); 
 INLINE float from_bf16(uint16_t bits) {

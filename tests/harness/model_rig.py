@@ -142,7 +142,7 @@ class Rig:
         batch = BatchTensors.build(steps, self.block_size, CPU)
         batch = dataclasses.replace(batch, logit_rows=torch.arange(len(batch.token_ids)))
         if len(self.models) == 1:
-            return self.models[0].forward(batch, self.pools[0], on_layers).clone()
+            return self.models[0].forward(batch, self.pools[0], on_layers).float()
         with ThreadPoolExecutor(len(self.models)) as threads:
             futures = [
                 threads.submit(model.forward, batch, pool, on_layers)
@@ -150,7 +150,7 @@ class Rig:
             ]
             results = [future.result(timeout=60) for future in futures]
         assert all(result.numel() == 0 for result in results[1:])
-        return results[0].clone()
+        return results[0].float()
 
     def sequence(self, tokens: Sequence[int], *, chunk: int | None = None, first_block: int = 0) -> Tensor:
         """Logits [len(tokens), vocab] of one sequence, in chunks of `chunk` tokens, in blocks from `first_block` on."""
