@@ -1,8 +1,7 @@
 """Linear layers on a CPU: our own C where it is the fastest, else plain, prepacked, or prepacked in row tiles.
 
 The C kernels (kernels/linear.py) take every number of rows and give a row the same bits whatever comes with it; they
-read weights at the core's bandwidth and come within a few percent of oneDNN's rate at many rows. Only where the
-processor has matrix tiles (AMX) is oneDNN several times faster, and takes bfloat16. Quantised weights are theirs alone.
+read weights at the core's bandwidth and reach oneDNN's rate or more at many rows. Quantised weights are theirs alone.
 
 oneDNN chooses how to block the inner dimension by the number of rows, so a row's bits may depend on how many rows
 come with it. `TiledLinear` calls it with a few fixed row counts only, and only with those that were measured, on this
@@ -75,9 +74,8 @@ class Packing:
 
 
 def _native_is_best() -> bool:
-    """Whether our own kernels take bfloat16: they are here, with vectors, and oneDNN would not run on AMX."""
-    amx: bool = torch.cpu._is_amx_tile_supported()
-    return library() is not None and best_level("bf16") > 0 and not amx
+    """Whether our own kernels take bfloat16: they are here, and use this processor's vectors or matrix tiles."""
+    return library() is not None and best_level("bf16") > 0
 
 
 def _is_native(weight: Tensor) -> bool:

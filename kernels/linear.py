@@ -22,6 +22,8 @@ Kind = Literal["bf16", "int8", "int4"]
 GROUP = 32  # inputs that share a scale of a 4-bit weight
 INT8_GROUP = 64  # the same of an int8 weight; there may be a smaller one at the end
 _PANEL = 64  # outputs side by side
+_AMX = 4  # the level of matrix tiles
+_TILE = 16  # their columns, and rows of pairs of inputs
 
 
 class _Linear(ctypes.Structure):
@@ -35,7 +37,7 @@ class _Linear(ctypes.Structure):
 
 def best_level(kind: Kind) -> int:
     """What this processor has for such products: 0 plain C, 1 AVX2, 2 AVX-512 (integers: AVX2 with VNNI), 3 AVX-512
-    with bfloat16 or byte products. Raises OSError where there is no library."""
+    with bfloat16 or byte products, 4 matrix tiles (bfloat16). Raises OSError where there is no library."""
     if (native := library()) is None:
         raise OSError("no C kernels")
     return int(native.baton_bf16_level() if kind == "bf16" else native.baton_int_level())
@@ -80,7 +82,9 @@ class NativeLinear:
 
 def bf16_linear(weight: Tensor, bias: Tensor | None, level: int | None = None) -> NativeLinear:
     """The layer of a bfloat16 weight [outputs, inputs], inputs even in number. Raises OSError without the library."""
-    return NativeLinear("bf16", _panels(weight, 2), _shape(weight), None, bias, False, level)
+    level = best_level("bf16") if level is None else min(level, best_level("bf16"))
+    packed = _tiles(weight) if level == _AMX else _panels(weight, 2)
+    return NativeLinear("bf16", packed, _shape(weight), None, bias, False, level)
 
 
 def int8_linear(codes: Tensor, scales: Tensor, bias: Tensor | None, level: int | None = None) -> NativeLinear:
@@ -125,3 +129,12 @@ def _panels(weight: Tensor, step: int) -> Tensor:
         weight = F.pad(weight, (0, steps * step - inputs, 0, panels * _PANEL - outputs))
     packed = prefer_huge_pages(torch.empty(panels, steps, _PANEL, step, dtype=weight.dtype))
     return packed.copy_(weight.reshape(panels, _PANEL, steps, step).permute(0, 2, 1, 3))
+
+
+def _tiles(weight: Tensor) -> Tensor:
+    """[panels, steps, 2 tiles, 16 pairs of inputs, 16 outputs, 2] of c/linear_bf16_amx.c, filled up with zeros."""
+    outputs, inputs = weight.shape
+    panels, steps = -(-outputs // (2 * _TILE)), -(-inputs // (2 * _TILE))
+    weight = F.pad(weight, (0, steps * 2 * _TILE - inputs, 0, panels * 2 * _TILE - outputs))
+    packed = prefer_huge_pages(torch.empty(panels, steps, 2, _TILE, _TILE, 2, dtype=weight.dtype))
+    return packed.copy_(weight.reshape(panels, 2, _TILE, steps, _TILE, 2).permute(0, 3, 1, 4, 2, 5))

@@ -1,4 +1,4 @@
-"""Linears by oneDNN, as with AMX or without a C library: the same bits for a row whatever comes with it."""
+"""Linears by oneDNN, as without a C library: the same bits for a row whatever comes with it."""
 
 from __future__ import annotations
 

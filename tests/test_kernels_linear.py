@@ -3,6 +3,7 @@ on one another."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,8 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(library() is None, reason="no C kernels")
 
 SHAPES = [(64, 64), (200, 96), (1, 32), (130, 2080), (65, 1056)]  # outputs, inputs; whole groups and others
+ODD = [(33, 2), (100, 70), (64, 1090)]  # inputs that fill no step of a tile; bfloat16 and int8 take them
+PARTS = [(0, 1), (7, 1), (3, 2), (1, 5), (2, 8), (4, 13), (3, 17), (9, 32), (0, 96), (0, 97), (40, 260)]  # start, rows
 Made = tuple[Callable[[Tensor | None, int | None], NativeLinear], Tensor]  # of a bias and a level; the exact weight
 
 
@@ -70,33 +73,48 @@ def _quantized(rows: Tensor, group: int) -> Tensor:
     return ((parts / scales).nan_to_num(0).round() * scales).view(len(rows), -1)[:, : rows.shape[1]]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("level", range(5))
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*itertools.product(KINDS, SHAPES), *itertools.product(("bf16", "int8"), ODD)],
+)
 def test_products(name: str, shape: tuple[int, int], level: int) -> None:
     kind, make = KINDS[name]
     if level > best_level(kind):
         pytest.skip("not on this processor")
     layer, weight = make(*shape)
+    weight = weight.double()
     rows = _random(101, shape[1], seed=3).bfloat16()
     rows[5] = 0
-    seen = rows.float() if kind == "bf16" else _quantized(rows, INT8_GROUP if kind == "int8" else GROUP)
+    seen = rows.double() if kind == "bf16" else _quantized(rows, INT8_GROUP if kind == "int8" else GROUP).double()
     bias = _random(shape[0], seed=4).bfloat16()
-    for given, added in ((None, 0.0), (bias, bias.float())):
+    for given, added in ((None, 0.0), (bias, bias.double())):
         exact = seen @ weight.T + added
         scale = exact.abs().mean()
-        torch.testing.assert_close(layer(given, level)(rows).float() / scale, exact / scale, atol=0.02, rtol=0.01)
+        torch.testing.assert_close(layer(given, level)(rows).double() / scale, exact / scale, atol=0.02, rtol=0.01)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_row_does_not_depend_on_the_others(name: str) -> None:
     kind, make = KINDS[name]
     layer, _ = make(130, 2080)
-    rows = _random(200, 2080, seed=3).bfloat16()
+    rows = _random(300, 2080, seed=3).bfloat16()
     for level in range(best_level(kind) + 1):
         linear = layer(None, level)
-        whole = linear(rows[: 200 if level > 1 else 20])
-        for start, count in ((0, 1), (7, 1), (3, 2), (1, 5), (2, 8), (4, 13), (0, 96), (0, 97)):
+        whole = linear(rows[: 300 if level > 1 else 20])
+        for start, count in (
+            (0, 1),
+            (7, 1),
+            (3, 2),
+            (1, 5),
+            (2, 8),
+            (4, 13),
+            (3, 17),
+            (9, 32),
+            (0, 96),
+            (0, 97),
+            (40, 260),
+        ):
             if start + count <= len(whole):
                 assert torch.equal(linear(rows[start : start + count]), whole[start : start + count])
 

@@ -15,8 +15,9 @@
 enum { PANEL = 64, BLOCK_ROWS = 96, STEP_BYTES = 4 };
 
 /* What the processor may be asked for; each level has all of those before it. LEVEL_DOT: AVX-512 with the products at
-   hand, of bfloat16 or of bytes. The one before it is plain AVX-512, or for bytes AVX2 with VNNI. */
-enum level { LEVEL_PLAIN, LEVEL_AVX2, LEVEL_AVX512, LEVEL_DOT, LEVEL_AVX_VNNI = LEVEL_AVX512 };
+   hand, of bfloat16 or of bytes; the one before it is plain AVX-512, or for bytes AVX2 with VNNI. LEVEL_AMX: matrix
+   tiles, whose packing is their own. */
+enum level { LEVEL_PLAIN, LEVEL_AVX2, LEVEL_AVX512, LEVEL_DOT, LEVEL_AMX, LEVEL_AVX_VNNI = LEVEL_AVX512 };
 
 struct linear {
     const char *packed;
@@ -73,7 +74,11 @@ int baton_int8_linear(const struct linear *linear, const uint16_t *x, int64_t ro
 int baton_int4_linear(const struct linear *linear, const uint16_t *x, int64_t rows, uint16_t *out);
 
 void baton_run_linear(struct job *job);
-finish_function *baton_finish_floats(int wide); 
+finish_function *baton_finish_floats(int wide);
+
+/* Whether matrix tiles may be used; asks the kernel for that when it is first called. */
+int baton_has_amx(void);
+int baton_bf16_amx(const struct linear *linear, const char *x, int64_t rows, uint16_t *out); 
 INLINE float from_bf16(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;
     float value;

@@ -1,7 +1,6 @@
 /* Rows of bfloat16 times a packed bfloat16 weight, summed in float32; called from kernels/linear.py without the GIL. */
 #include "linear.h"
 
-
 enum { BLOCK_STEPS = 512, AHEAD = 4096 }; /* a block stays in the second-level cache; bytes that are asked for early */
 
 INLINE void finish(const struct job *job, const float *sums, int64_t first_row, int64_t rows, int64_t panel) {
@@ -138,15 +137,18 @@ EXPORT int baton_bf16_level(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
-        return __builtin_cpu_supports("avx512bf16") ? LEVEL_DOT : LEVEL_AVX512;
+        return baton_has_amx() ? LEVEL_AMX : __builtin_cpu_supports("avx512bf16") ? LEVEL_DOT : LEVEL_AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return LEVEL_AVX2;
 #endif
     return LEVEL_PLAIN;
 }
 
-/* x [rows, inputs] -> out [rows, outputs], both bfloat16; the inputs are even in number. */
+/* x [rows, inputs] -> out [rows, outputs], both bfloat16; the inputs are even in number. Returns -1 where
+   memory is lacking. */
 EXPORT int baton_bf16_linear(const struct linear *linear, const char *x, int64_t rows, uint16_t *out) {
+    if (linear->level >= LEVEL_AMX)
+        return baton_bf16_amx(linear, x, rows, out);
     struct job job = {.linear = linear, .tile = tile_plain, .x = x, .rows = rows, .tile_rows = 4,
                       .row_bytes = 2 * linear->inputs, .steps = linear->inputs / 2, .step_bytes = PANEL * STEP_BYTES,
                       .block_steps = BLOCK_STEPS, .out = out, .finish = baton_finish_floats(linear->level >= LEVEL_AVX512)};
