@@ -37,10 +37,11 @@ class _Linear(ctypes.Structure):
 
 def best_level(kind: Kind) -> int:
     """What this processor has for such products: 0 plain C, 1 AVX2, 2 AVX-512 (integers: AVX2 with VNNI), 3 AVX-512
-    with bfloat16 or byte products, 4 matrix tiles (bfloat16). Raises OSError where there is no library."""
+    with bfloat16 or byte products, 4 matrix tiles (not for 4-bit weights). Raises OSError where there is no library."""
     if (native := library()) is None:
         raise OSError("no C kernels")
-    return int(native.baton_bf16_level() if kind == "bf16" else native.baton_int_level())
+    find = {"bf16": native.baton_bf16_level, "int8": native.baton_int8_level, "int4": native.baton_int_level}[kind]
+    return int(find())
 
 
 class NativeLinear:
@@ -90,9 +91,14 @@ def bf16_linear(weight: Tensor, bias: Tensor | None, level: int | None = None) -
 def int8_linear(codes: Tensor, scales: Tensor, bias: Tensor | None, level: int | None = None) -> NativeLinear:
     """The layer of scales * codes: int8 [outputs, inputs], float32 [outputs, groups of INT8_GROUP inputs]; rows are
     quantised by the same groups. Raises OSError without the library."""
-    unsigned = codes.view(torch.uint8) ^ 128
-    factors = _panels(scales.float(), 1)
-    return NativeLinear("int8", _panels(unsigned, 4), _shape(codes), factors, bias, False, level)
+    level = best_level("int8") if level is None else min(level, best_level("int8"))
+    if level == _AMX:
+        more = -len(codes) % (2 * _TILE)
+        packed = _panels(F.pad(codes, (0, -codes.shape[1] % INT8_GROUP, 0, more)), 4, _TILE)
+        factors = _panels(F.pad(scales.float(), (0, 0, 0, more)), 1, _TILE)
+    else:
+        packed, factors = _panels(codes.view(torch.uint8) ^ 128, 4), _panels(scales.float(), 1)
+    return NativeLinear("int8", packed, _shape(codes), factors, bias, False, level)
 
 
 def int4_linear(
@@ -121,20 +127,21 @@ def _shape(weight: Tensor) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def _panels(weight: Tensor, step: int) -> Tensor:
-    """[panels, steps, 64, step]: `step` inputs of each of 64 outputs side by side, filled up with zeros."""
+def _panels(weight: Tensor, step: int, width: int = _PANEL) -> Tensor:
+    """[panels, steps, width, step]: `step` inputs of each of `width` outputs side by side, filled up with zeros."""
     outputs, inputs = weight.shape
-    panels, steps = -(-outputs // _PANEL), -(-inputs // step)
-    if outputs % _PANEL or inputs % step:
-        weight = F.pad(weight, (0, steps * step - inputs, 0, panels * _PANEL - outputs))
-    packed = prefer_huge_pages(torch.empty(panels, steps, _PANEL, step, dtype=weight.dtype))
-    return packed.copy_(weight.reshape(panels, _PANEL, steps, step).permute(0, 2, 1, 3))
+    panels, steps = -(-outputs // width), -(-inputs // step)
+    if outputs % width or inputs % step:
+        weight = F.pad(weight, (0, steps * step - inputs, 0, panels * width - outputs))
+    packed = prefer_huge_pages(torch.empty(panels, steps, width, step, dtype=weight.dtype))
+    return packed.copy_(weight.reshape(panels, width, steps, step).permute(0, 2, 1, 3))
 
 
 def _tiles(weight: Tensor) -> Tensor:
     """[panels, steps, 2 tiles, 16 pairs of inputs, 16 outputs, 2] of c/linear_bf16_amx.c, filled up with zeros."""
     outputs, inputs = weight.shape
-    panels, steps = -(-outputs // (2 * _TILE)), -(-inputs // (2 * _TILE))
-    weight = F.pad(weight, (0, steps * 2 * _TILE - inputs, 0, panels * 2 * _TILE - outputs))
+    wide = 2 * _TILE
+    panels, steps = -(-outputs // wide), -(-inputs // wide)
+    weight = F.pad(weight, (0, steps * wide - inputs, 0, panels * wide - outputs))
     packed = prefer_huge_pages(torch.empty(panels, steps, 2, _TILE, _TILE, 2, dtype=weight.dtype))
     return packed.copy_(weight.reshape(panels, 2, _TILE, steps, _TILE, 2).permute(0, 3, 1, 4, 2, 5))

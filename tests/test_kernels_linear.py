@@ -119,6 +119,15 @@ def test_a_row_does_not_depend_on_the_others(name: str) -> None:
                 assert torch.equal(linear(rows[start : start + count]), whole[start : start + count])
 
 
+def test_byte_products_are_the_same_on_matrix_tiles() -> None:
+    if best_level("int8") < 4:
+        pytest.skip("not on this processor")
+    for shape in (*SHAPES, *ODD):
+        layer, _ = _int8(*shape)
+        rows = _random(50, shape[1], seed=3).bfloat16()
+        assert torch.equal(layer(None, 3)(rows), layer(None, 4)(rows))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_threads_change_no_bit(name: str) -> None:
     _, make = KINDS[name]

@@ -81,7 +81,8 @@ static void take_rows(void *data) {
 
 /* Codes of x [rows, inputs]. Returns -1 where memory is lacking; else `baton_free_codes` gives it back. */
 int baton_quantize(const struct linear *linear, const uint16_t *x, int64_t rows, int64_t group, struct codes *codes) {
-    codes->row_bytes = (linear->inputs + STEP_BYTES - 1) / STEP_BYTES * STEP_BYTES;
+    const int64_t whole = linear->level >= LEVEL_AMX ? group : STEP_BYTES; /* inputs that are read at a time */
+    codes->row_bytes = (linear->inputs + whole - 1) / whole * whole;
     codes->group = group;
     codes->groups = (linear->inputs + group - 1) / group;
     size_t numbers = (size_t)(rows * codes->groups);
@@ -97,7 +98,7 @@ int baton_quantize(const struct linear *linear, const uint16_t *x, int64_t rows,
 
 void baton_free_codes(struct codes *codes) { free(codes->scales); }
 
-/* The best level that this processor has for integer products. */
+/* The best level that this processor has for integer products, without matrix tiles. */
 EXPORT int baton_int_level(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&

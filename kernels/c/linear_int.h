@@ -14,6 +14,8 @@ struct codes {
 
 int baton_quantize(const struct linear *linear, const uint16_t *x, int64_t rows, int64_t group, struct codes *codes);
 void baton_free_codes(struct codes *codes);
+int baton_int_level(void);
+void baton_int8_amx(struct job *job);
 
 #if defined(__x86_64__)
 #include <immintrin.h>

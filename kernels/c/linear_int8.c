@@ -102,6 +102,11 @@ TILE_FUNCTION(TARGET_AVX_VNNI, tile_avx_vnni, FOUR_ROWS)
 TILE_FUNCTION(TARGET_DOT, tile_dot, SIX_ROWS)
 #endif
 
+EXPORT int baton_int8_level(void) {
+    const int level = baton_int_level();
+    return level == LEVEL_DOT && baton_has_amx() ? LEVEL_AMX : level;
+}
+
 /* x [rows, inputs] -> out [rows, outputs], both bfloat16. Returns -1 where memory for the codes of x is lacking. */
 EXPORT int baton_int8_linear(const struct linear *linear, const uint16_t *x, int64_t rows, uint16_t *out) {
     struct codes codes;
@@ -112,6 +117,12 @@ EXPORT int baton_int8_linear(const struct linear *linear, const uint16_t *x, int
                       .row_scales = codes.scales, .row_sums = codes.sums, .groups = codes.groups,
                       .steps = codes.row_bytes / STEP_BYTES, .step_bytes = PANEL * STEP_BYTES, .out = out};
     job.block_steps = job.steps;
+    if (linear->level >= LEVEL_AMX) {
+        job.steps = codes.groups;
+        baton_int8_amx(&job);
+        baton_free_codes(&codes);
+        return 0;
+    }
 #if defined(__x86_64__)
     static tile_function *const tiles[] = {tile_plain, tile_avx2, tile_avx_vnni, tile_dot};
     job.tile = tiles[linear->level];
