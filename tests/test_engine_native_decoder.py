@@ -14,12 +14,13 @@ from baton.engine.batch import BatchTensors
 from baton.engine.params import Quantization
 from baton.kernels import decoder_layer
 from baton.kernels.decoder_layer import NativeDecoder
+from baton.kernels.linear import best_level
 from baton.kernels.native import library
 from baton.tests.harness.model_rig import CPU, Rig, assert_same_bits, random_tokens
 from baton.tests.harness.tiny_model import VOCAB, write_tiny_model
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C kernels")
+pytestmark = pytest.mark.skipif(library() is None or best_level("bf16") == 0, reason="no C kernels")
 
 SCHEMES: list[Quantization] = ["none", "w8a8", "int4"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,9 +33,7 @@ TOKENS = random_tokens(700, VOCAB, seed=5)
 
 
 @pytest.fixture(autouse=True)
-def _native_linears(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With matrix tiles oneDNN may take the layers in bfloat16."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+def _as_many_threads_as_before() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

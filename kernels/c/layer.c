@@ -4,27 +4,28 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { SLICE = 32 }; /* rows that one thread takes at a time */
+enum { SLICE = 32 }; /* rows that one thread takes at a time, at most */
 
 struct slices {
     row_work *work;
     const void *arguments;
-    int64_t rows, next;
+    int64_t rows, slice, next;
 };
 
 static void run_slices(void *data) {
     struct slices *s = data;
     for (;;) {
-        int64_t first = __atomic_fetch_add(&s->next, SLICE, __ATOMIC_RELAXED);
+        int64_t first = __atomic_fetch_add(&s->next, s->slice, __ATOMIC_RELAXED);
         if (first >= s->rows)
             return;
-        s->work(s->arguments, first, first + SLICE < s->rows ? first + SLICE : s->rows);
+        s->work(s->arguments, first, first + s->slice < s->rows ? first + s->slice : s->rows);
     }
 }
 
 static void run(row_work *work, const void *arguments, int64_t rows, int threads) {
-    struct slices slices = {work, arguments, rows, 0};
-    baton_parallel(run_slices, &slices, threads, (rows + SLICE - 1) / SLICE);
+    const int64_t slice = baton_slice(rows, threads, SLICE);
+    struct slices slices = {work, arguments, rows, slice, 0};
+    baton_parallel(run_slices, &slices, threads, (rows + slice - 1) / slice);
 }
 
 static const struct layer_ops *choose(int level) {

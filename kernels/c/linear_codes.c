@@ -8,10 +8,10 @@ struct work {
     const struct linear *linear;
     const uint16_t *x;
     const struct codes *codes;
-    int64_t rows, next;
+    int64_t rows, slice, next;
 };
 
-enum { ROWS_AT_A_TIME = 16 };
+enum { SLICE = 16 }; /* rows that one thread takes at a time, at most */
 
 static const float SMALLEST = 1e-30f; /* of a group's largest magnitude: below, its codes are zeros */
 static const float ROUNDER = 12582912.0f; /* 1.5 * 2^23: a small float plus this is rounded to a whole number, ties to even */
@@ -65,8 +65,8 @@ TARGET_DOT static void rows_dot(const struct work *work, int64_t first, int64_t 
 static void take_rows(void *data) {
     struct work *work = data;
     for (;;) {
-        int64_t first = __atomic_fetch_add(&work->next, ROWS_AT_A_TIME, __ATOMIC_RELAXED);
-        int64_t last = first + ROWS_AT_A_TIME < work->rows ? first + ROWS_AT_A_TIME : work->rows;
+        int64_t first = __atomic_fetch_add(&work->next, work->slice, __ATOMIC_RELAXED);
+        int64_t last = first + work->slice < work->rows ? first + work->slice : work->rows;
         if (first >= work->rows)
             return;
 #if defined(__x86_64__)
@@ -91,8 +91,8 @@ int baton_quantize(const struct linear *linear, const uint16_t *x, int64_t rows,
         return -1;
     codes->sums = (int32_t *)(codes->scales + numbers);
     codes->values = (int8_t *)(codes->sums + numbers);
-    struct work work = {linear, x, codes, rows, 0};
-    baton_parallel(take_rows, &work, linear->threads, rows / ROWS_AT_A_TIME);
+    struct work work = {linear, x, codes, rows, baton_slice(rows, linear->threads, SLICE), 0};
+    baton_parallel(take_rows, &work, linear->threads, rows / work.slice);
     return 0;
 }
 

@@ -98,4 +98,9 @@ void baton_parallel(void (*work)(void *), void *data, int64_t threads, int64_t p
         work(data);
 }
 
+int64_t baton_slice(int64_t rows, int64_t threads, int64_t most) {
+    int64_t share = (rows + threads - 1) / threads;
+    return leading == NULL || share > most ? most : share > 0 ? share : 1;
+}
+
 __attribute__((visibility("default"))) int baton_has_threads(void) { return GOMP_parallel != NULL; }

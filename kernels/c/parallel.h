@@ -13,6 +13,10 @@ void baton_parallel(void (*work)(void *), void *data, int64_t threads, int64_t p
    begin and end in less than a microsecond, not in the ten or twenty that OpenMP takes. */
 void baton_lead(void (*lead)(void *), void *data, int64_t threads);
 
+/* How many of `rows` a thread takes at a time: `most` of them, since OpenMP's way costs as much as many rows do; among threads
+   that wait awake, an equal share. */
+int64_t baton_slice(int64_t rows, int64_t threads, int64_t most);
+
 /* Whether calls run on more than one thread where they are told to. */
 int baton_has_threads(void);
 
