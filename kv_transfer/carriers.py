@@ -42,8 +42,15 @@ class Carrier(Protocol):
         """Room for the next frame, of any content; waits until a buffer is free."""
         ...
 
+    def ahead(self, size: int, number: int) -> torch.Tensor | None:
+        """Room for the frame that comes `number` frames after the next, for which `buffer` need not be called then.
+
+        None: the carrier has none now, or never. Until the frame before it was sent, the same room may be lent again.
+        """
+        ...
+
     def send(self, frame: torch.Tensor) -> None:
-        """Bring over what `buffer` lent. Returns when the caller may go on; the bytes may still be on their way."""
+        """Bring over what was lent. Returns when the caller may go on; the bytes may still be on their way."""
         ...
 
     def expect(self, size: int) -> None:
@@ -89,6 +96,10 @@ class InlineCarrier:
             self._frame = self._memory[:size]
             self._view = bytes_of(self._frame)
         return self._frame
+
+    def ahead(self, size: int, number: int) -> torch.Tensor | None:
+        """The one buffer is that of the frame which is being sent."""
+        return None
 
     def send(self, frame: torch.Tensor) -> None:
         """Write the bytes of one frame."""

@@ -110,6 +110,10 @@ class CudaIpcCarrier:
             self._memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._memory[:size]
 
+    def ahead(self, size: int, number: int) -> torch.Tensor | None:
+        """There is one buffer."""
+        return None
+
     def send(self, frame: torch.Tensor) -> None:
         """Returns when the frame is in its slot, having waited for the slot to be free."""
         counters, size = self._open(), frame.numel()

@@ -16,6 +16,7 @@ from ..proto.errors import BatonError, InternalError, TransferFailed
 from .canary import NONCE_BYTES, receive_canary
 from .carrier_build import build_carrier
 from .carriers import INLINE
+from .events import LegKey
 from .handshake import Agreement
 from .placement import Placement
 from .receive_legs import EARLY_LOOK_S, LegsOwner, ReceiveLegs
@@ -147,9 +148,13 @@ class ReceiveLink:
         elif kind in ("open", "done", "cancel", "abandon", "fail"):
             if kind == "open" and not self._proved:
                 raise WireError("a leg came before the canary")
-            while kind == "done" and self._window.beside:  # what was sent before comes first
-                self._window.step()
-            if kind != "done" or not self._window.broken:  # then it is said again after the switch
-                self._legs.on_message(kind, leg_of(message), message)
+            with self._wire.together():  # the last frames and the end of a leg are answered in one write
+                self._on_leg(kind, leg_of(message), message)
         else:
             raise WireError(f"unexpected {kind} message")
+
+    def _on_leg(self, kind: str, key: LegKey, message: dict[str, Any]) -> None:
+        while kind == "done" and self._window.due(key):  # what was sent before comes first
+            self._window.step()
+        if kind != "done" or not self._window.broken:  # then it is said again after the switch
+            self._legs.on_message(kind, key, message)

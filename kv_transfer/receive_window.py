@@ -15,6 +15,7 @@ from typing import Any
 from ..proto.errors import BatonError, TransferFailed
 from ..proto.failpoints import reach
 from .carriers import INLINE, Carrier, CarrierFailed, InlineCarrier
+from .events import LegKey
 from .frames import TRAILER_BYTES, Parcel
 from .placement import ExpectedLeg, Placement
 from .receive_legs import ReceiveLegs
@@ -58,6 +59,10 @@ class ReceiveWindow:
     def beside(self) -> bool:
         """Whether frames are due that do not come on the wire, so that `step` has to be called for them."""
         return bool(self._coming) and self.carrier.name != INLINE
+
+    def due(self, key: LegKey) -> bool:
+        """Whether frames of this leg are, likewise."""
+        return self.beside and any(coming.parcel.leg == key for coming in self._coming)
 
     def on_frames(self, message: dict[str, Any]) -> None:
         """A parcel is announced: judge it, and accept or refuse it. Raises WireError."""

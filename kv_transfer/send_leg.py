@@ -17,7 +17,7 @@ from .handoff import SendLeg
 from .plan import Box, Range, joined, length, pieces
 
 _PARCELS = 20  # announcements of a leg, about, when it is computed bit by bit: each is answered by two messages
-_FULL = 4  # when much is queued, a parcel takes so many times what is worth a message
+_FULL = 4  # when much is queued, a parcel takes so many times what is worth a message, and no less than _FRAMES frames
 _FRAMES = 12  # of a leg, at least: both ends work at the same time on all but the first and the last
 _LEAST_SHARE = 4  # and no smaller than this part of the largest frame: each costs both ends some time of its own
 
@@ -138,8 +138,8 @@ class LegPart:
     def take_parcel(self, cell_bytes: int, frame_bytes: int) -> list[Box]:
         """The boxes of frames to announce together, of what is `ready`: as much as is worth a message, or more."""
         taken = [self.take(cell_bytes, frame_bytes)]
-        cells = taken[0].volume
-        while cells < _FULL * self.worth and len(taken) < MAX_PARCEL_FRAMES and (self.boxes or self.cut):
+        cells, enough = taken[0].volume, max(_FULL * self.worth, _FRAMES * frame_bytes // cell_bytes)
+        while cells < enough and len(taken) < MAX_PARCEL_FRAMES and (self.boxes or self.cut):
             box = self.take(cell_bytes, frame_bytes)
             cells += box.volume
             if cells * cell_bytes + (len(taken) + 1) * TRAILER_BYTES > MAX_PARCEL_BYTES:

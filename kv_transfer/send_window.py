@@ -1,8 +1,9 @@
 """The frames of a prefill link that are on their way: announced, accepted, gathered and sent, acknowledged.
 
-The link's thread alone uses a window. A parcel's frames are copied out of the pool one at a time, after the decode rank
-has accepted all of them, into a buffer of the carrier that is small enough to stay in the processor's cache until they
-are sent. When its leg ends meanwhile, what is left of the parcel is sent as void frames.
+The link's thread alone uses a window. A parcel's frames are copied out of the pool one at a time, into a buffer of the
+carrier that is small enough to stay in the cache until they are sent: after the decode rank has accepted all of them.
+The first few are copied while its answer is on the way, where the carrier has room for them; a parcel that is refused
+leaves them unsent. When its leg ends meanwhile, what is left of the parcel, copied or not, goes as void frames.
 
 When the carrier fails, the window changes to `inline` and announces again whatever did not get through; the decode rank
 says which frame that begins with, and that it has dropped what it had accepted, so nothing is placed twice.
@@ -13,65 +14,26 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from ..proto.errors import BatonError, InternalError, from_wire
+from ..proto.errors import BatonError, from_wire
 from ..proto.failpoints import reach
-from ..proto.kv_layout import KVLayout
-from .block_store import BlockStore
 from .canary import repeat_canary
 from .carriers import INLINE, RING, Carrier, CarrierFailed, InlineCarrier, patience_s
-from .codec import direct, encode, wire_cell_bytes
+from .codec import wire_cell_bytes
 from .events import LegKey
-from .frames import TRAILER_BYTES, VOID_TRAILER, Frame, Parcel, trailer
+from .flights import Filling, FillOwner, Flight
+from .frames import Frame, Parcel
 from .plan import Box
 from .send_leg import LegPart
-from .views import Views
 from .wire import Wire, WireError, field
 
 _log = logging.getLogger(__name__)
 _UNANSWERED = 16  # parcels that were sent and not acknowledged, at most
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A parcel on its way."""
-
-    part: LegPart
-    parcel: Parcel
-    seed: int
-    ahead: bool  # announced before it was computed
-    accepted: bool = False
-    sent: int = 0  # frames that the carrier has
-    void: bool = False  # the leg is over: what is left is of no use
-
-    @property
-    def handed_over(self) -> bool:
-        """Whether the carrier has all of it."""
-        return self.sent == len(self.parcel.frames)
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is still being computed."""
-        return self.ahead and self.part.computing
-
-
-class WindowOwner(Protocol):
+class WindowOwner(FillOwner, Protocol):
     """What a window needs of its sender."""
-
-    @property
-    def store(self) -> BlockStore: ...
-    @property
-    def layout(self) -> KVLayout: ...
-    @property
-    def rank(self) -> int: ...
-
-    def start_frame(self, part: LegPart) -> bool:
-        """Whether the leg still goes on, so that a frame of it may be sent now."""
-        ...
 
     def frames_acknowledged(self, part: LegPart, size: int, frames: int) -> None:
         """So many bytes in so many frames are in the decode rank's pool."""
@@ -79,10 +41,6 @@ class WindowOwner(Protocol):
 
     def frame_postponed(self, part: LegPart, box: Box) -> None:
         """The decode rank does not expect the leg yet: it will say when, and the frame is announced again."""
-        ...
-
-    def leg_failed(self, key: LegKey, error: BatonError) -> None:
-        """One leg cannot go on."""
         ...
 
 
@@ -106,13 +64,11 @@ class SendWindow:
         self._checked = checked
         self._dtype, self._codec = dtype, codec  # of the payloads
         self._nonce = nonce  # of the canary
-        self._direct = direct(owner.store.dtype, dtype, codec)
+        self._filling = Filling(owner, checked, dtype, codec)
         self._cell_bytes = wire_cell_bytes(owner.layout.head_dim, dtype, codec)
-        self._first_head = owner.layout.head_ranges[owner.rank][0]
         self._size = size
-        self._flights: dict[int, _Flight] = {}  # by the number of their first frame
-        self._granted: deque[_Flight] = deque()  # accepted, and not handed over
-        self._views = Views()
+        self._flights: dict[int, Flight] = {}  # by the number of their first frame
+        self._granted: deque[Flight] = deque()  # accepted, and not handed over
         self._next = 0
         self._switching = False
         self._resume_at: int | None = None  # while the canary is on its way over the new carrier: the next frame
@@ -177,15 +133,24 @@ class SendWindow:
         self._launch(part, frames, ahead)
 
     def step(self) -> bool:
-        """Gather and send the next frame of what was accepted. False: there is none now. Raises WireError."""
-        if not self._granted or self._granted[0].waits:
-            return False
+        """Gather and send the next frame of what was accepted; or gather one that will be. False: there is none now.
+
+        Raises WireError.
+        """
+        try:
+            if not self._granted:
+                return self._prepare()
+        except CarrierFailed as error:
+            self._switch(str(error))
+            return True
         flight = self._granted[0]
+        if flight.waits:
+            return False
         try:
             if not flight.sent:
                 reach("prefill.mid_frame")
                 self._carrier.begin(flight.parcel.bytes)
-            self._send_frame(flight, flight.parcel.frames[flight.sent])
+            self._send_frame(flight)
         except CarrierFailed as error:
             self._switch(str(error))
             return True
@@ -230,50 +195,43 @@ class SendWindow:
         if not self._flights:
             self._progress_at = time.monotonic()
         parcel = Parcel(*part.leg.key, self._next, self._dtype, self._codec, self._checked, frames)
-        self._flights[self._next] = _Flight(part, parcel, parcel.seed(), ahead)
+        self._flights[self._next] = Flight(part, parcel, parcel.seed(), ahead)
         self._next += len(frames)
         self._wire.send("frames", **parcel.pack())
 
-    def _send_frame(self, flight: _Flight, frame: Frame) -> None:
-        size = frame.bytes
-        whole = self._carrier.buffer(size + TRAILER_BYTES)
-        flight.void = flight.void or not self._gathered(flight.part, frame.box, self._views.payload(whole))
-        view = self._views.bytes(whole)
-        if flight.void:
-            view[size:] = VOID_TRAILER
+    def _prepare(self) -> bool:
+        """Fill the next frame of the parcel that is answered next, if there is room for it. False: not now."""
+        flight = next((flight for flight in self._flights.values() if not flight.accepted), None)
+        if flight is None or flight.waits or (at := len(flight.early)) == len(flight.parcel.frames):
+            return False
+        if (whole := self._carrier.ahead(flight.size(at), at)) is None:
+            return False
+        self._filling.fill(flight, at, whole)
+        flight.early.append(whole)
+        return True
+
+    def _send_frame(self, flight: Flight) -> None:
+        at = flight.sent
+        if at < len(flight.early):
+            whole = flight.early[at]
+            self._filling.confirm(flight, whole)
         else:
-            summed = view[:size] if self._checked else None
-            view[size:] = trailer(flight.seed, flight.parcel.sequence + flight.sent, frame, summed)
-        if whole.device.type != "cpu":
-            whole[size:] = torch.frombuffer(view[size:], dtype=torch.uint8)
+            whole = self._carrier.buffer(flight.size(at))
+            self._filling.fill(flight, at, whole)
         self._carrier.send(whole)
 
-    def _gathered(self, part: LegPart, box: Box, payload: torch.Tensor) -> bool:
-        """Copy a frame out of the pool; whether that is worth sending. A fault of the pool ends the leg."""
-        if not part.alive:
-            return False
-        heads = (box.heads[0] - self._first_head, box.heads[1] - self._first_head)
-        try:
-            if self._direct:
-                self._owner.store.gather(part.leg.blocks, box.layers, heads, box.tokens, payload)
-            else:
-                kv = self._owner.store.gather(part.leg.blocks, box.layers, heads, box.tokens)
-                encode(kv, payload, self._dtype, self._codec)
-        except (BatonError, RuntimeError, ValueError, IndexError) as error:
-            failure = error if isinstance(error, BatonError) else InternalError(f"gathering {box}: {error}")
-            self._owner.leg_failed(part.leg.key, failure)
-            return False
-        return self._owner.start_frame(part)  # if not, its blocks may have had another content already
-
-    def _accepted(self, flight: _Flight | None) -> None:
+    def _accepted(self, flight: Flight | None) -> None:
         if self._switching and flight is not None:
             return  # it will be announced again
         if flight is None or flight.accepted:
             raise WireError("the peer accepted a parcel that was not announced")
         flight.accepted = True
+        for other in self._flights.values():
+            if not other.accepted:
+                other.early.clear()  # their room is now that of this one
         self._granted.append(flight)
 
-    def _pop(self, message: dict[str, Any]) -> _Flight:
+    def _pop(self, message: dict[str, Any]) -> Flight:
         """The flight that comes to its end by this message."""
         flight = self._flights.pop(field(message, "sequence", int), None)
         if flight is None:
@@ -283,7 +241,7 @@ class SendWindow:
         self._progress_at = time.monotonic()
         return flight
 
-    def _acknowledged(self, flight: _Flight, count: int) -> None:
+    def _acknowledged(self, flight: Flight, count: int) -> None:
         size = sum(frame.bytes for frame in flight.parcel.frames[:count])
         self._owner.frames_acknowledged(flight.part, size, count)
 

@@ -90,30 +90,35 @@ class _ShmEnd:
     def _hear(self, count: int) -> None:
         """Wait until the peer has counted `count` slots."""
         deadline = time.monotonic() + self._limit_s
+        while not self._heard(count):
+            left = deadline - time.monotonic()
+            ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, left * 1000))]
+            if not ready:
+                raise CarrierFailed(f"shm: nothing from the peer for {self._limit_s:g} s")
+            if self._door.fileno() not in ready:
+                raise CarrierFailed("shm: the peer closed the link")
+
+    def _heard(self, count: int) -> bool:
+        """Whether the peer has counted `count` slots by now."""
         while self._told < count:
             if self._closed:
                 raise CarrierFailed("shm: closed")
             try:
                 said = self._door.recv(RING)
             except BlockingIOError:
-                left = deadline - time.monotonic()
-                ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, left * 1000))]
-                if not ready:
-                    raise CarrierFailed(f"shm: nothing from the peer for {self._limit_s:g} s") from None
-                if self._door.fileno() not in ready:
-                    raise CarrierFailed("shm: the peer closed the link") from None
-                continue
+                return False
             except OSError as error:
                 raise CarrierFailed(f"shm: {error}") from error
             if not said:
                 raise CarrierFailed("shm: the peer closed its socket")
             self._told += len(said)
+        return True
 
-    def _lent(self, slots: list[torch.Tensor], size: int) -> torch.Tensor:
-        """The beginning of the current slot: the same tensor as before while frames have one size."""
+    def _lent(self, slots: list[torch.Tensor], size: int, number: int = 0) -> torch.Tensor:
+        """The beginning of the current slot, or of one `number` slots on: the same tensor while sizes are the same."""
         if self._closed:
             raise CarrierFailed("shm: closed")
-        slot = self._count % RING
+        slot = (self._count + number) % RING
         if self._frames[slot].numel() != size:
             self._frames[slot] = slots[slot][:size]
         return self._frames[slot]
@@ -139,6 +144,12 @@ class ShmSender(_ShmEnd):
             raise CarrierFailed(f"shm: {size} bytes, slots have {self._ring.slot_bytes}")
         self._hear(self._count + 1 - RING)
         return self._lent(self._ring.slots, size)
+
+    def ahead(self, size: int, number: int) -> torch.Tensor | None:
+        """The slot of that frame, if the decode rank is done with what was in it."""
+        if size > self._ring.slot_bytes or not self._heard(self._count + number + 1 - RING):
+            return None
+        return self._lent(self._ring.slots, size, number)
 
     def send(self, frame: torch.Tensor) -> None:
         """Say that the slot is filled."""
@@ -178,6 +189,10 @@ class ShmReceiver(_ShmEnd):
     def buffer(self, size: int) -> torch.Tensor:
         """This end sends nothing."""
         raise CarrierFailed("shm: this end cannot send")
+
+    def ahead(self, size: int, number: int) -> torch.Tensor | None:
+        """This end sends nothing."""
+        return None
 
     def send(self, frame: torch.Tensor) -> None:
         """This end sends nothing."""

@@ -63,6 +63,10 @@ class TorchCarrier:
         self._lent = self._take(size)
         return self._lent[:size]
 
+    def ahead(self, size: int, number: int) -> torch.Tensor | None:
+        """Buffers are taken in the order in which frames leave."""
+        return None
+
     def send(self, frame: torch.Tensor) -> None:
         """Begin to send: a failure that is not seen here is seen by the receiving end, within the same limit."""
         whole, self._lent = self._lent, None

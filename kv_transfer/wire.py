@@ -15,7 +15,7 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgpack
@@ -54,6 +54,7 @@ class Wire:
         self._poll.register(connection, select.POLLIN)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # bytes read beyond what was asked for: [start, stop)
         self._start = self._stop = 0
+        self._held: list[bytes] | None = None  # messages that leave together
         self.limit_s = limit_s
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.last_sent = self.last_received = time.monotonic()
@@ -103,7 +104,22 @@ class Wire:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Write one control message. Raises WireError."""
-        self._write(packed(kind, **fields))
+        data = packed(kind, **fields)
+        if self._held is None:
+            self._write(data)
+        else:
+            self._held.append(data)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Control messages that are sent within leave in one write at its end. Raises WireError."""
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            if held:
+                self._write(b"".join(held))
 
     def begin_payload(self, size: int) -> None:
         """Announce that the next `size` bytes are raw; `send_bytes` brings them. Raises WireError."""

@@ -2,6 +2,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__SSE2__) /* every x86-64 has it */
+#include <emmintrin.h>
+#endif
+
 #define EXPORT __attribute__((visibility("default")))
 
 /* Pool [layers, 2, blocks, heads, block_size rows]; a page is one head's rows of one block. */
@@ -13,6 +17,31 @@ struct pool {
 static char *page_of(const struct pool *pool, int64_t layer_kind, int64_t block, int64_t head) {
     int64_t page = pool->block_size * pool->row_bytes;
     return pool->data + ((layer_kind * pool->blocks + block) * pool->heads + head) * page;
+}
+
+/* Into the pool past the caches: what is written is next read steps later, and its old content is never fetched. */
+static void copy_to_pool(char *there, const char *here, size_t size) {
+#if defined(__SSE2__)
+    if ((uintptr_t)there % 16 == 0 && size % 64 == 0) {
+        for (size_t at = 0; at < size; at += 64) {
+            const __m128i *from = (const __m128i *)(here + at);
+            __m128i *to = (__m128i *)(there + at);
+            __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+            __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+            _mm_stream_si128(to, a), _mm_stream_si128(to + 1, b);
+            _mm_stream_si128(to + 2, c), _mm_stream_si128(to + 3, d);
+        }
+        return;
+    }
+#endif
+    memcpy(there, here, size);
+}
+
+/* Such writes are in no order with others until this. */
+static void settle(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
 }
 
 /* Tokens of one layer's keys or values; wire is [heads, tokens rows]. Blocks outermost: the pool is read in its order. */
@@ -27,7 +56,7 @@ static void copy_tokens(const struct pool *pool, const int64_t *blocks, int64_t 
             char *here = page_of(pool, layer_kind, *blocks, first_head + head) + offset * pool->row_bytes;
             char *there = wire + (head * tokens + done) * pool->row_bytes;
             if (to_pool)
-                memcpy(here, there, size);
+                copy_to_pool(here, there, size);
             else
                 memcpy(there, here, size);
         }
@@ -46,5 +75,7 @@ EXPORT int baton_copy_pages(const struct pool *pool, const int64_t *blocks, int6
     int64_t step = heads * tokens * pool->row_bytes;
     for (int64_t layer_kind = 2 * first_layer; layer_kind < 2 * (first_layer + layers); layer_kind++, wire += step)
         copy_tokens(pool, blocks, low, tokens, layer_kind, first_head, heads, wire, to_pool);
+    if (to_pool)
+        settle();
     return 0;
 }
