@@ -5,9 +5,12 @@
 Prompts of random ids are served twice in turns: alone (`max_tokens` 1: no decode worker takes part, transfer off) and
 with their answer decoded on the other core. For each length, medians:
 
-- hidden   1 - (commit - end of prefill compute) / time of the same transfer alone. Both moments are taken at the
-           router; the transfer alone moves the same KV between two pinned processes (benchmarks/kv_transfer.py).
-- gap      token 1 to token 2, in decode steps (a step: the median gap of the later tokens)
+- hidden   1 - (commit - end of prefill compute) / time of the same transfer alone. Each moment is taken where it
+           occurs: the workers share a clock. The transfer alone moves the same KV between two pinned processes
+           (benchmarks/kv_transfer.py).
+- gap      token 1 to token 2, in decode steps (a step: the median gap of the later tokens): as drawn at the workers,
+           and as the router saw it
+- exposed  the transfer's part after the end of prefill compute, until its last acknowledgement came back
 - prefill  compute with the transfer on, against off
 - TTFT     with the transfer on, against prefill alone
 """
@@ -54,6 +57,7 @@ class Row:
     exposed_s: float
     hidden: float
     gap_steps: float
+    router_gap_steps: float
     prefill_ratio: float
     ttft_ratio: float
     prefill_s: float
@@ -88,7 +92,8 @@ def summary(tokens: int, off: Sequence[api.Timing], on: Sequence[Completion], tr
         commit_s=commit_s,
         exposed_s=statistics.median(one.transfer_exposed_s for one in timings),
         hidden=1 - commit_s / transfer_s,
-        gap_steps=statistics.median(one.first_gap_s for one in timings) / step_s,
+        gap_steps=statistics.median(one.worker_gap_s for one in timings) / step_s,
+        router_gap_steps=statistics.median(one.first_gap_s for one in timings) / step_s,
         prefill_ratio=statistics.median(one.prefill_s / other.prefill_s for one, other in pairs),
         ttft_ratio=statistics.median(one.ttft_s / other.ttft_s for one, other in pairs),
         prefill_s=statistics.median(one.prefill_s for one in off),
@@ -108,8 +113,10 @@ def show(row: Row) -> str:
     return (
         f"{row.tokens:6d} tokens: {row.kv_bytes / 1e6:6.1f} MB in {row.frames:3d} frames, "
         f"alone {1e3 * row.alone_s:6.1f} ms; "
-        f"commit {1e3 * row.commit_s:5.1f} ms after prefill: {row.hidden:5.1%} hidden; "
-        f"token 1 to 2: {row.gap_steps:4.2f} steps of {1e3 * row.step_s:.1f} ms; "
+        f"commit {1e3 * row.commit_s:5.2f} ms after prefill: {row.hidden:5.1%} hidden; "
+        f"exposed {1e3 * row.exposed_s:5.2f} ms; "
+        f"token 1 to 2: {row.gap_steps:4.2f} steps of {1e3 * row.step_s:.1f} ms, {row.router_gap_steps:4.2f} at the "
+        f"router; "
         f"prefill {row.prefill_ratio - 1:+.1%}, TTFT {row.ttft_ratio - 1:+.1%}"
     )
 

@@ -216,7 +216,9 @@ class DecodeLegs:
         told, self._told = held + self._told, []
         return [self._step_for(self._running[name]) for name in plan.run], told
 
-    def computed(self, steps: Sequence[SequenceStep], drawn: Sequence[Sequence[SampledToken]]) -> list[Effect]:
+    def computed(
+        self, steps: Sequence[SequenceStep], drawn: Sequence[Sequence[SampledToken]], now: float
+    ) -> list[Effect]:
         """A planned step ran; `drawn` has one row for each. Sequences that are gone are skipped."""
         self.steps += 1
         said: dict[int, pb.Tokens] = {}
@@ -229,7 +231,7 @@ class DecodeLegs:
             self.scheduler.advance([name], 1)
             token = token_message(running.leg, sampled, len(running.generated))
             running.generated.append(sampled.token_id)
-            said.setdefault(running.session, pb.Tokens()).tokens.append(_step_token(running.leg, token))
+            said.setdefault(running.session, pb.Tokens(at=now)).tokens.append(_step_token(running.leg, token))
             if token.finish_reason:
                 self._leave(name)
         return [Tell(session, pb.WorkerEvent(tokens=tokens)) for session, tokens in said.items()]
@@ -306,6 +308,7 @@ class DecodeLegs:
             bytes=reservation.bytes,
             frames=reservation.frames,
             reserved_s=now - reservation.since,
+            at=now,
         )
         repeated = pb.Tokens(tokens=[_step_token(leg, token) for token in first.tokens])
         return [

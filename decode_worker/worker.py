@@ -83,9 +83,10 @@ class DecodeEngine:
         """One token for each sequence of the batch."""
         reach("decode.step")
         drawn = self._runner.decode(self._steps)
+        ended_at = time.monotonic()
         reach("decode.step_done")
         drain_into(self._inbox, self)
-        self._perform(self._legs.computed(self._steps, drawn))
+        self._perform(self._legs.computed(self._steps, drawn, ended_at))
 
     def wake_in(self) -> float | None:
         """Until the next deadline of a reservation, or of blocks that are held."""

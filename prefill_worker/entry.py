@@ -72,6 +72,7 @@ def first_event(entry: Entry, row: Sequence[SampledToken], now: float) -> pb.Fir
         prefill_s=now - entry.admitted,
         chunks=entry.chunks,
         fetched_tokens=entry.fetched,
+        drawn_at=now,
     )
 
 
@@ -82,6 +83,7 @@ def repeated(first: pb.FirstTokens, leg: Leg) -> pb.FirstTokens:
         tokens=[token for token in first.tokens if token.choice in leg.choices],
         cached_tokens=first.cached_tokens,
         fetched_tokens=first.fetched_tokens,
+        drawn_at=first.drawn_at,
     )
 
 

@@ -16,6 +16,7 @@ from ..engine.runner import Runner
 from ..engine.step import unpack_plan
 from ..kv_transfer.ends import Ends, News, message_of
 from ..proto import worker_pb2 as pb
+from ..proto.clock import clock_name
 from ..proto.session_server import SessionParams
 from ..proto.worker_serve import Stop, serve_worker
 from .effects import ExpectPrefix, OpenTransfer
@@ -86,6 +87,7 @@ def _welcome(params: PrefillParams, runner: Runner) -> pb.Welcome:
         vocab_size=runner.vocab_size,
         block_size=params.engine.block_size,
         total_blocks=runner.blocks,
+        clock=clock_name(),
         max_batch_tokens=params.max_batch_tokens,
         lookahead=params.lookahead,
     )

@@ -92,11 +92,12 @@ class PrefillEngine:
         if not self._pass_gate("prefill.chunk", steps):
             return
         drawn = self._runner.prefill(steps, lambda low, high: push_layers(self._sender, steps, low, high))
+        ended_at = time.monotonic()
         self._pass_gate("prefill.chunk_done", steps)
         if ended := [step for step in steps if step.draw is not None]:
             self._pass_gate("prefill.after_prefill", ended)
         drain_into(self._inbox, self)
-        self._perform(self._legs.computed(steps, drawn, time.monotonic()))
+        self._perform(self._legs.computed(steps, drawn, ended_at))
 
     def wake_in(self) -> float | None:
         """Until the next deadline of a leg that is not computed."""

@@ -140,7 +140,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("total_s", "ttft_s", "reserve_s", "prefill_queue_s", "prefill_s", "transfer_s", "transfer_exposed_s", "first_gap_s", "decode_s", "kv_bytes", "kv_frames", "prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "preemptions", "commit_s")
+    __slots__ = ("total_s", "ttft_s", "reserve_s", "prefill_queue_s", "prefill_s", "transfer_s", "transfer_exposed_s", "first_gap_s", "decode_s", "kv_bytes", "kv_frames", "prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "preemptions", "commit_s", "worker_gap_s")
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     RESERVE_S_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +159,7 @@ class Timing(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_S_FIELD_NUMBER: _ClassVar[int]
+    WORKER_GAP_S_FIELD_NUMBER: _ClassVar[int]
     total_s: float
     ttft_s: float
     reserve_s: float
@@ -177,7 +178,8 @@ class Timing(_message.Message):
     attempts: int
     preemptions: int
     commit_s: float
-    def __init__(self, total_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., first_gap_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., kv_frames: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., preemptions: _Optional[int] = ..., commit_s: _Optional[float] = ...) -> None: ...
+    worker_gap_s: float
+    def __init__(self, total_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., first_gap_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., kv_frames: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., preemptions: _Optional[int] = ..., commit_s: _Optional[float] = ..., worker_gap_s: _Optional[float] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("choice", "reason", "usage", "timing", "matched_stop")

@@ -200,7 +200,7 @@ class WorkerEvent(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., first: _Optional[_Union[FirstTokens, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., unsent: _Optional[_Union[Unsent, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model_fingerprint", "max_model_len", "vocab_size", "block_size", "total_blocks", "max_batch_tokens", "max_sequences", "lookahead")
+    __slots__ = ("worker_id", "incarnation", "role", "model_fingerprint", "max_model_len", "vocab_size", "block_size", "total_blocks", "max_batch_tokens", "max_sequences", "lookahead", "clock")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,7 @@ class Welcome(_message.Message):
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: str
@@ -223,7 +224,8 @@ class Welcome(_message.Message):
     max_batch_tokens: int
     max_sequences: int
     lookahead: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., lookahead: _Optional[int] = ...) -> None: ...
+    clock: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., lookahead: _Optional[int] = ..., clock: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "waiting_tokens", "used_blocks", "cached_blocks", "total_blocks", "steps", "preemptions", "prefix_hit_tokens", "prefix_query_tokens", "computed_prompt_tokens", "held_legs", "fetched_prompt_tokens")
@@ -292,7 +294,7 @@ class Token(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("leg", "tokens", "cached_tokens", "queue_s", "prefill_s", "chunks", "fetched_tokens")
+    __slots__ = ("leg", "tokens", "cached_tokens", "queue_s", "prefill_s", "chunks", "fetched_tokens", "drawn_at")
     LEG_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +302,7 @@ class FirstTokens(_message.Message):
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAWN_AT_FIELD_NUMBER: _ClassVar[int]
     leg: LegRef
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     cached_tokens: int
@@ -307,7 +310,8 @@ class FirstTokens(_message.Message):
     prefill_s: float
     chunks: int
     fetched_tokens: int
-    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., chunks: _Optional[int] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
+    drawn_at: float
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., chunks: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., drawn_at: _Optional[float] = ...) -> None: ...
 
 class Sent(_message.Message):
     __slots__ = ("leg", "bytes", "frames", "transfer_s", "exposed_s")
@@ -324,22 +328,26 @@ class Sent(_message.Message):
     def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., bytes: _Optional[int] = ..., frames: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("leg", "bytes", "frames", "reserved_s")
+    __slots__ = ("leg", "bytes", "frames", "reserved_s", "at")
     LEG_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     RESERVED_S_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
     leg: LegRef
     bytes: int
     frames: int
     reserved_s: float
-    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., bytes: _Optional[int] = ..., frames: _Optional[int] = ..., reserved_s: _Optional[float] = ...) -> None: ...
+    at: float
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., bytes: _Optional[int] = ..., frames: _Optional[int] = ..., reserved_s: _Optional[float] = ..., at: _Optional[float] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("tokens",)
+    __slots__ = ("tokens", "at")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[StepToken]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[StepToken, _Mapping]]] = ...) -> None: ...
+    at: float
+    def __init__(self, tokens: _Optional[_Iterable[_Union[StepToken, _Mapping]]] = ..., at: _Optional[float] = ...) -> None: ...
 
 class StepToken(_message.Message):
     __slots__ = ("request_id", "attempt", "token")

@@ -144,12 +144,20 @@ class Core:
             if live is None:
                 self.lives.late(request_id, life_event)
             else:
-                if not isinstance(life_event, m.Tokens) and live.life.follows(life_event.leg):
-                    self._measure(live, event)
+                if isinstance(life_event, m.Tokens):
+                    now, clock = time.monotonic(), self._clock(peer)
+                    live.record.stepped(life_event.attempt, life_event.tokens, event.tokens.at, now, clock)
+                elif live.life.follows(life_event.leg):
+                    self._measure(live, event, self._clock(peer))
                 self.lives.handle(live, life_event)
 
-    def _measure(self, live: Live, event: pb.WorkerEvent) -> None:
-        """Notes what an event of a live leg says about its phases."""
+    def _clock(self, peer: Peer) -> str:
+        """The name of the worker's clock; empty: unknown."""
+        session = self.sessions.get(peer)
+        return session.welcome.clock if session is not None and session.welcome is not None else ""
+
+    def _measure(self, live: Live, event: pb.WorkerEvent, clock: str) -> None:
+        """Notes what an event of a live leg says about its phases. clock: of the worker that says it."""
         metrics, record = self.metrics, live.record
         match event.WhichOneof("event"):
             case "ticket":
@@ -157,13 +165,13 @@ class Core:
                 metrics.alloc_wait.observe(event.ticket.waited_s)
             case "first":
                 metrics.recomputed_tokens.inc(by=live.recomputed(event.first))
-                record.prefilled(event.first, time.monotonic())
+                record.prefilled(event.first, time.monotonic(), clock)
             case "sent":
                 record.sent(event.sent)
                 metrics.transfer_seconds.observe(event.sent.transfer_s)
                 metrics.transfer_bytes.observe(event.sent.bytes)
             case "committed":
-                record.committed(event.committed, time.monotonic())
+                record.committed(event.committed, time.monotonic(), clock)
                 metrics.transfers.inc("ok")
             case "preempted":
                 metrics.preemptions.inc()

@@ -1,14 +1,30 @@
 """What one request's phases cost, gathered from events as they pass through the router.
 
-Times at the router come from its own monotonic clock; the workers report durations, never instants.
+Times at the router come from its own monotonic clock; the workers report durations. What lies between two workers is
+taken from their clocks where these are one and the same, and else from when the router heard of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..proto import worker_pb2 as pb
 from .requests import Chunk, Timing, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When something happened at a worker, by its clock (empty: unknown), and when the router heard of it; seconds."""
+
+    clock: str
+    at: float
+    heard: float
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds between the two; never negative."""
+        shared = self.clock and self.clock == earlier.clock
+        return max(0.0, self.at - earlier.at if shared else self.heard - earlier.heard)
 
 
 class Record:
@@ -33,8 +49,9 @@ class Record:
         self._prefill_s = 0.0
         self._transfer_s = 0.0
         self._exposed_s = 0.0
-        self._prefilled_at = now
-        self._commit_s = 0.0
+        self._drawn: dict[int, Moment] = {}  # by attempt: the end of prefill compute
+        self._committed: dict[int, Moment] = {}
+        self._second: tuple[int, Moment] | None = None  # the first token that was decoded, with its attempt
         self._last_of_choice: list[float | None] = [None] * choices
 
     def placed(self, prefill: str, decode: str) -> None:
@@ -50,9 +67,9 @@ class Record:
         self._reserve_s += event.waited_s
         self.decode_cached = event.cached_tokens
 
-    def prefilled(self, event: pb.FirstTokens, now: float) -> None:
-        """A prefill ended."""
-        self._prefilled_at = now
+    def prefilled(self, event: pb.FirstTokens, now: float, clock: str) -> None:
+        """A prefill ended. clock: the worker's, as in its Welcome."""
+        self._drawn[event.leg.attempt] = Moment(clock, event.drawn_at, now)
         self._queue_s += event.queue_s
         self._prefill_s += event.prefill_s
         if self.prefill_cached is None:
@@ -63,11 +80,16 @@ class Record:
         self._transfer_s += event.transfer_s
         self._exposed_s += event.exposed_s
 
-    def committed(self, event: pb.Committed, now: float) -> None:
-        """A transfer is whole at its receiver."""
-        self._commit_s += max(0.0, now - self._prefilled_at)
+    def committed(self, event: pb.Committed, now: float, clock: str) -> None:
+        """A transfer is whole at its receiver. clock: as above."""
+        self._committed[event.leg.attempt] = Moment(clock, event.at, now)
         self.kv_bytes += event.bytes
         self.kv_frames += event.frames
+
+    def stepped(self, attempt: int, tokens: Sequence[pb.Token], at: float, now: float, clock: str) -> None:
+        """A decode step brought these tokens, which may have gone to the client before. clock: as above."""
+        if self._second is None and any(token.index == 1 for token in tokens):
+            self._second = (attempt, Moment(clock, at, now))
 
     def emitted(self, chunks: Sequence[Chunk], now: float) -> list[float]:
         """Tokens left for the client; the gaps to the token before, for each choice that had one."""
@@ -104,6 +126,10 @@ class Record:
         """Counts of the whole request."""
         return Usage(self.prompt_tokens, completion_tokens, self.prefill_cached or 0)
 
+    def _worker_gap_s(self) -> float:
+        attempt, moment = self._second or (-1, None)
+        return moment.since(self._drawn[attempt]) if moment is not None and attempt in self._drawn else 0.0
+
     def timing(self, now: float, attempts: int, preemptions: int) -> Timing:
         """The summary for the client."""
         return Timing(
@@ -114,8 +140,11 @@ class Record:
             prefill_s=self._prefill_s,
             transfer_s=self._transfer_s,
             transfer_exposed_s=self._exposed_s,
-            commit_s=self._commit_s,
+            commit_s=sum(
+                moment.since(self._drawn[key]) for key, moment in self._committed.items() if key in self._drawn
+            ),
             first_gap_s=self.second_gap or 0.0,
+            worker_gap_s=self._worker_gap_s(),
             decode_s=self.decode_s,
             kv_bytes=self.kv_bytes,
             kv_frames=self.kv_frames,

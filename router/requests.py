@@ -103,6 +103,7 @@ class Timing:
     transfer_exposed_s: float
     commit_s: float
     first_gap_s: float
+    worker_gap_s: float
     decode_s: float
     kv_bytes: int
     kv_frames: int

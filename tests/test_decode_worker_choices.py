@@ -19,7 +19,7 @@ def test_a_choice_that_is_ended_frees_its_blocks_and_its_siblings_go_on() -> Non
     book.do(book.legs.end_choices(one.key, [1]))
     book.do(book.legs.end_choices(("never seen", 1, 0), [1]))
     assert book.pool.used < before
-    book.do(book.legs.computed(planned, drawn(planned)))  # the step in flight
+    book.do(book.legs.computed(planned, drawn(planned), 0.0))  # the step in flight
     while book.step():
         pass
     assert dict(book.finished()) == {(one.key[0], 0): 1, (one.key[0], 2): 1}

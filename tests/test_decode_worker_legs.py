@@ -81,7 +81,7 @@ def test_choices_share_full_blocks_and_copy_the_partial_one() -> None:
     assert len({table[0] for table in tables}) == 1
     assert len({block for table in tables for block in table[1:]}) == sum(len(table) - 1 for table in tables)
     assert book.copied == [(tables[0][1], tables[1][1]), (tables[0][1], tables[2][1])]
-    book.do(book.legs.computed(steps, drawn(steps)))
+    book.do(book.legs.computed(steps, drawn(steps), 0.0))
     run_out(book)
     assert [book.pool.used, set(book.finished().values())] == [0, {1}]
 
@@ -248,8 +248,8 @@ def test_lc_03_finish_abort_and_transfer_done_in_any_order(order: tuple[str, ...
             elif event == "abort":
                 book.do(book.legs.cancel(one.key))
             elif steps := book.legs.plan()[0]:
-                book.do(book.legs.computed(steps, row))
-                book.do(book.legs.computed(steps, row))
+                book.do(book.legs.computed(steps, row, 0.0))
+                book.do(book.legs.computed(steps, row, 0.0))
     book.do(book.legs.cancel(one.key))
     assert book.pool.used == 0
     assert book.expected == {}

@@ -54,7 +54,7 @@ def test_a_choice_leaves_the_batch_at_the_step_boundary_after_its_last_tokens() 
     book, one = decoding()
     steps, _ = book.legs.plan()
     book.do(book.legs.hold(one.key, 0))  # while a step runs
-    book.do(book.legs.computed(steps, drawn(steps)))
+    book.do(book.legs.computed(steps, drawn(steps), 0.0))
     assert not book.step()
     kinds = [event.WhichOneof("event") for event in book.told]
     assert kinds[-2:] == ["tokens", "held"]
@@ -106,7 +106,7 @@ def test_a_choice_that_ended_is_not_held() -> None:
     book, one = decoding(steps=3, most=5)
     steps, _ = book.legs.plan()
     book.do(book.legs.hold(one.key, 0))
-    book.do(book.legs.computed(steps, drawn(steps)))  # its last token
+    book.do(book.legs.computed(steps, drawn(steps), 0.0))  # its last token
     book.do(book.legs.hold(("nobody", 1, 0), 0))
     book.step()
     assert [book.of("held"), book.pool.used] == [[], 0]

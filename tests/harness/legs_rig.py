@@ -186,7 +186,7 @@ class DecodeBook:
         self.do(told)
         self.do(self.legs.admit(self.now))
         if steps:
-            self.do(self.legs.computed(steps, drawn(steps)))
+            self.do(self.legs.computed(steps, drawn(steps), self.now))
         return steps
 
     def sent(self, key: LegKey, rank: int = 0) -> None:
