@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from baton.kv_transfer.shm import ShmReceiver, ShmSender
 from baton.kv_transfer.torch_carrier import TorchCarrier
 from baton.proto.errors import InternalError
 from baton.proto.kv_layout import KVLayout
-from baton.tests.harness.kv_rig import LEG, PARAMS, Rig, TensorStore, layout, rig
+from baton.tests.harness.kv_rig import LEG, PARAMS, WAIT_S, Rig, TensorStore, layout, rig
 
 SHAPE = layout([(0, 2)], layers=16)
 PROMPT = 64
@@ -127,6 +128,12 @@ def test_a_carrier_may_fail_at_any_frame(
         assert sent.bytes == complete.bytes == PROMPT * 2 * 16 * 2 * 8 * 4
 
 
+def _wait_for_writes(pair: Rig, count: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while pair.targets[0].writes < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("transport", ["inline", "shm", "gloo"])
 def test_what_is_announced_before_it_is_computed_is_gathered_after(transport: Any) -> None:
     """Also when the carrier or another leg has time to go on meanwhile."""
@@ -137,8 +144,9 @@ def test_what_is_announced_before_it_is_computed_is_gathered_after(transport: An
         pair.sources[0].data[12:] = 7.0  # what the last layers' blocks held before
         for layer in range(0, 12, 4):
             pair.computed(LEG, (0, PROMPT), (layer, layer + 4))
+        _wait_for_writes(pair, 24)  # two frames a layer
         pair.settle()
-        assert pair.targets[0].writes == 24  # two frames a layer
+        assert pair.targets[0].writes == 24
         pair.sources[0].data[12:] = late
         pair.computed(LEG, (0, PROMPT), (12, 16))
         pair.senders[0].finish(LEG, b"first")
@@ -154,10 +162,11 @@ def test_a_leg_that_ends_before_what_it_announced_is_computed_leaves_the_link_us
         pair.open(LEG, ticket, PROMPT, pair.source_blocks(PROMPT))
         for layer in range(0, 12, 4):
             pair.computed(LEG, (0, PROMPT), (layer, layer + 4))
+        _wait_for_writes(pair, 24)  # two frames a layer
         pair.settle()
         getattr(pair.senders[0], end)(LEG)
         pair.received[0].wait(ReceiveFailed if end == "cancel" else Abandoned)
-        assert _source(pair).gathers == 24  # two frames a layer
+        assert _source(pair).gathers == 24
         pair.targets[0].data.zero_()
         pair.send(NEXT, PROMPT)
         pair.sent[0].wait(Sent)
