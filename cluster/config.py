@@ -16,7 +16,7 @@ from .units import Address, Bytes, Cores, Duration, Rate
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 PlacementName = Literal["round_robin", "least_loaded"]
-KVDtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
 
 class Section(BaseModel):

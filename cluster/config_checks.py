@@ -70,6 +70,12 @@ def _transport(config: Config) -> dict[str, str]:
         return {"kv.transport": f"is {transport}, which moves KV between GPUs, but a pool has device cpu; use auto"}
     if tls is not None and transport not in ("auto", "inline"):
         return {"kv.transport": f"is {transport}, which does not encrypt, but kv.tls is set; use auto or inline"}
+    for pool in (config.pools.prefill, config.pools.decode):
+        kind = config.kv.dtype if pool.kv_dtype is None else pool.kv_dtype
+        if config.kv.wire != "raw" and kind in ("int8", "fp8"):
+            return {
+                "kv.wire": f"is {config.kv.wire}, but a pool has kv dtype {kind}, which is as small already; use raw"
+            }
     if config.kv.max_links < config.pools.decode.tensor_parallel:
         return {
             "kv.max_links": f"is {config.kv.max_links}, but one request may need a link to each of "

@@ -1,6 +1,6 @@
 """Copies between a pool's blocks and KV in wire order, on the CPU: one pass over the bytes, nothing allocated.
 
-Wire order is [layers, k|v, heads, tokens, head_dim]. numpy moves whole pages (one head's tokens of one block) as opaque
+Wire order is [layers, k|v, heads, tokens, row]. numpy moves whole pages (one head's tokens of one block) as opaque
 items, several times faster than torch moves the elements of such strided views; both release the GIL while they copy.
 """
 
@@ -19,10 +19,10 @@ _SHORT_RUN_BYTES = 48 << 10  # a run of blocks with less in it is not worth a nu
 
 
 class Pages:
-    """What kernels/kv_pages.py does in C, for a pool [layers, 2, blocks, heads, block_size, head_dim] in CPU memory.
+    """What kernels/kv_pages.py does in C, for a pool [layers, 2, blocks, heads, block_size, row] in CPU memory.
 
     In both calls `blocks` are those that the tokens touch, the first token being `low` tokens into the first of them;
-    `memory` is contiguous KV [layers, 2, heads, tokens, head_dim] of the pool's dtype, or the same bytes as uint8.
+    `memory` is contiguous KV [layers, 2, heads, tokens, row] of the pool's dtype, or the same bytes as uint8.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -94,7 +94,7 @@ def segments(low: int, tokens: int, size: int) -> Iterator[tuple[int, int, int, 
 
 
 def split(kv: Tensor, size: int) -> Tensor:
-    """Whole blocks of KV [layers, 2, heads, tokens, head_dim] as a view [layers, 2, heads, blocks, size, head_dim]."""
+    """Whole blocks of KV [layers, 2, heads, tokens, row] as a view [layers, 2, heads, blocks, size, head_dim]."""
     return kv.view(*kv.shape[:3], kv.shape[3] // size, size, kv.shape[4])
 
 

@@ -1,6 +1,7 @@
 """The KV pool of one rank as a tensor, and the copies into and out of it.
 
-[layers, k|v, blocks, heads of this rank, tokens in a block, head_dim]: a slice of heads of a block is contiguous.
+[layers, k|v, blocks, heads of this rank, tokens in a block, row]: a slice of heads of a block is contiguous. A row is
+head_dim values, or as many codes and their scale (kernels/kv_rows.py).
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import torch
 from torch import Tensor
 
 from ..kernels.kv_pages import NativePages, Span
+from ..kernels.kv_quantize import CODES
+from ..kernels.kv_rows import plain, row_width
 from ..kernels.memory import prefer_huge_pages
 from ..kernels.native import library
 from ..proto.kv_layout import KVLayout, block_count
 from .kv_copy import Pages, segments, split
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | CODES
 
 
 def bytes_per_block(layout: KVLayout, rank: int) -> int:
     """Bytes of one block in the pool of `rank`."""
     start, stop = layout.head_ranges[rank]
-    values = layout.layers * 2 * (stop - start) * layout.block_size * layout.head_dim
-    return values * DTYPES[layout.dtype].itemsize
+    dtype, rows = KV_DTYPES[layout.dtype], layout.layers * 2 * (stop - start) * layout.block_size
+    return rows * row_width(layout.head_dim, dtype) * dtype.itemsize
 
 
 class PagedKV:
@@ -38,11 +42,13 @@ class PagedKV:
         start, stop = layout.head_ranges[rank]
         self.block_size = layout.block_size
         # Zeros, because kernels may read and then mask the unwritten end of a block: it must hold numbers.
-        shape = (layout.layers, 2, blocks, stop - start, layout.block_size, layout.head_dim)
-        self.data = prefer_huge_pages(torch.empty(shape, dtype=DTYPES[layout.dtype], device=device)).zero_()
+        dtype = KV_DTYPES[layout.dtype]
+        shape = (layout.layers, 2, blocks, stop - start, layout.block_size, row_width(layout.head_dim, dtype))
+        self.data = torch.empty(shape, dtype=dtype, device=device)
+        self._plain = plain(prefer_huge_pages(self.data)).zero_()
         self._keys, self._values = (self.data[:, kind].unbind() for kind in (0, 1))
         self._limits = (layout.layers, blocks, stop - start)
-        self._pages = _pages(self.data)
+        self._pages = _pages(self._plain)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,17 +61,17 @@ class PagedKV:
         return self.data.device
 
     def key(self, layer: int) -> Tensor:
-        """A view [blocks, heads, block_size, head_dim]."""
+        """A view [blocks, heads, block_size, row]."""
         return self._keys[layer]
 
     def value(self, layer: int) -> Tensor:
-        """A view [blocks, heads, block_size, head_dim]."""
+        """A view [blocks, heads, block_size, row]."""
         return self._values[layer]
 
     def gather(
         self, blocks: Sequence[int], layers: Span, heads: Span, tokens: Span, out: Tensor | None = None
     ) -> Tensor:
-        """A contiguous copy [layers, 2, heads, tokens, head_dim] of a range of a sequence's tokens.
+        """A contiguous copy [layers, 2, heads, tokens, row] of a range of a sequence's tokens.
 
         `blocks[i]` holds the sequence's tokens [i * block_size, (i + 1) * block_size); ranges are half open; `heads`
         counts this rank's heads from 0. With `out` (contiguous: so many elements of the pool's dtype, or their bytes as
@@ -81,10 +87,10 @@ class PagedKV:
             self._pages.gather(whole, layers, heads, low, shape[3], out)
             return out
         index = torch.tensor(whole, dtype=torch.int64, device=self.device)
-        part = self.data[layers[0] : layers[1], :, :, heads[0] : heads[1]].index_select(2, index)
-        # [layers, 2, blocks, heads, block_size, head_dim] -> heads first, then the tokens of all blocks
+        part = self._plain[layers[0] : layers[1], :, :, heads[0] : heads[1]].index_select(2, index)
+        # [layers, 2, blocks, heads, block_size, row] -> heads first, then the tokens of all blocks
         part = part.transpose(2, 3).flatten(3, 4)[:, :, :, low : low + shape[3]]
-        out.view(-1).view(self.dtype).view(shape).copy_(part)
+        out.view(-1).view(self._plain.dtype).view(shape).copy_(part)
         return out
 
     def scatter(self, blocks: Sequence[int], layers: Span, heads: Span, tokens: Span, payload: Tensor) -> None:
@@ -101,8 +107,8 @@ class PagedKV:
         if self._pages is not None:
             self._pages.scatter(whole, layers, heads, low, shape[3], payload)
             return
-        kv = payload.view(-1).view(self.dtype).view(shape)
-        target = self.data[layers[0] : layers[1], :, :, heads[0] : heads[1]]
+        kv = payload.view(-1).view(self._plain.dtype).view(shape)
+        target = self._plain[layers[0] : layers[1], :, :, heads[0] : heads[1]]
         for done, block, offset, run in segments(low, shape[3], size):
             if run:  # whole blocks
                 index = torch.tensor(whole[block : block + run], dtype=torch.int64, device=self.device)
@@ -115,7 +121,7 @@ class PagedKV:
         """Copy each source block over its destination, all layers and heads: (source, destination)."""
         if pairs:
             source, destination = torch.tensor(list(pairs), dtype=torch.int64, device=self.device).unbind(1)
-            self.data[:, :, destination] = self.data[:, :, source]
+            self._plain[:, :, destination] = self._plain[:, :, source]
 
     def _check_size(self, memory: Tensor, shape: tuple[int, ...]) -> None:
         """Raises ValueError unless `memory` is a contiguous copy of KV of that shape, or its bytes."""

@@ -21,7 +21,7 @@ class EngineParams:
     block_size: int  # tokens
     kv_blocks: int | None  # pool size in blocks; None: from kv_bytes
     kv_bytes: int  # pool size per rank, in bytes; used where kv_blocks is None
-    kv_dtype: str  # of the pool: auto (= dtype) | float32 | bfloat16 | float16
+    kv_dtype: str  # of the pool: auto (= dtype) | float32 | bfloat16 | float16 | int8 | fp8
     max_model_len: int | None  # tokens; None: what the model was trained for
     batch_invariant: bool  # the same bits whatever the batch, the chunk and the block size
     prefix_cache: bool

@@ -17,7 +17,7 @@ from ..text.source import resolve
 from .batch import BatchTensors
 from .model import Model
 from .model_config import ModelConfig, load_config
-from .paged_kv import DTYPES, PagedKV, bytes_per_block
+from .paged_kv import DTYPES, KV_DTYPES, PagedKV, bytes_per_block
 from .params import EngineParams
 from .partition import head_ranges
 from .ranks import RankGroup
@@ -126,8 +126,8 @@ def _check(params: EngineParams) -> None:
             f"model.quantization: {params.quantization} needs model.dtype bfloat16 and device cpu, not {params.dtype} "
             f"and {params.device}"
         )
-    if params.kv_dtype not in ("auto", *DTYPES):
-        raise ConfigError(f"kv.dtype: {params.kv_dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    if params.kv_dtype not in ("auto", *KV_DTYPES):
+        raise ConfigError(f"kv.dtype: {params.kv_dtype!r} is not one of auto, {', '.join(KV_DTYPES)}")
     if params.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here (no GPU, or a torch build without CUDA); use cpu")
     for name in ("threads", "block_size", "layer_group", "tensor_parallel"):

@@ -20,6 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .kv_rows import KINDS, convert, plain
 from .native import library
 from .paged_attention import PagedAttention
 
@@ -33,7 +34,7 @@ _QUERY_SLAB = 256  # queries of one call in prefill; later keys are not read for
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """How to gather the keys of some sequences: rows of the pool seen as [blocks * heads, block_size * D]."""
+    """How to gather the keys of some sequences: rows of the pool seen as [blocks * heads, block_size * row]."""
 
     rows: Tensor  # int64 [sequences * heads * blocks]
     stale: Tensor  # int64: rows of the gathered [.., D] behind each sequence's end, to be zeroed
@@ -69,12 +70,13 @@ class GatheredAttention:
     prefill: tuple[_Prefill, ...]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
-        """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, D] into out [T, Hq, D].
+        """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, row] into out [T, Hq, D].
 
         Where the pool's dtype is not the query's, both are widened to the one that holds either (float32), so nothing
         but the pool's own rounding is lost.
         """
-        query = query.to(torch.promote_types(query.dtype, keys.dtype))
+        wide = torch.float32 if keys.dtype in KINDS else torch.promote_types(query.dtype, keys.dtype)
+        query = query.to(wide)
         for group in self.decode:
             out[group.tokens] = _decode(query, keys, values, group, scale).to(out.dtype)
         for piece in self.prefill:
@@ -90,7 +92,7 @@ def plan_attention(
     block_tables: Sequence[Sequence[int]],
     pool: Tensor,
 ) -> AttentionPlan:
-    """Plan a step over pools shaped like `pool` [blocks, H, block_size, D]: by C, or without the library by torch.
+    """Plan a step over pools shaped like `pool` [blocks, H, block_size, row]: by C, or without the library by torch.
 
     The tokens of sequence i are rows cu_seqlens[i]:cu_seqlens[i + 1], the last ones of its context_lens[i] tokens.
     """
@@ -166,10 +168,10 @@ def _plan_pages(tables: Sequence[Sequence[int]], lengths: Sequence[int], pool: T
 
 def _gather(pool: Tensor, pages: _Pages, dtype: torch.dtype) -> Tensor:
     """[heads, 1, keys, D] of `dtype`, zero behind each sequence's end: what is left there must not reach a product."""
-    dim = pool.shape[3]
-    picked = torch.embedding(pool.view(-1, pool.shape[2] * dim), pages.rows)
-    picked.view(-1, dim).index_fill_(0, pages.stale, 0)
-    return picked.view(pages.heads, 1, pages.span, dim)[:, :, : pages.keys].to(dtype)
+    width = pool.shape[3]
+    picked = torch.embedding(plain(pool).view(-1, pool.shape[2] * width), pages.rows)
+    picked.view(-1, width).index_fill_(0, pages.stale, 0)
+    return convert(picked.view(pool.dtype).view(pages.heads, 1, pages.span, width)[:, :, : pages.keys], dtype)
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -24,7 +24,7 @@ class _Pool(ctypes.Structure):
 
 
 class NativePages:
-    """Copies for a pool [layers, 2, blocks, heads, block_size, head_dim], contiguous in CPU memory.
+    """Copies for a pool [layers, 2, blocks, heads, block_size, row], contiguous in CPU memory.
 
     Raises OSError where there is no library.
     """
@@ -41,7 +41,7 @@ class NativePages:
         self._copy.restype = ctypes.c_int
 
     def gather(self, blocks: Sequence[int], layers: Span, heads: Span, low: int, tokens: int, memory: Tensor) -> None:
-        """Copy [layers, 2, heads, tokens, head_dim] out of the pool into `memory` (contiguous, so many bytes).
+        """Copy [layers, 2, heads, tokens, row] out of the pool into `memory` (contiguous, so many bytes).
 
         `blocks` are those that the tokens touch, the first token being `low` tokens into the first of them. The ranges
         of layers, heads and tokens are the caller's to check. Raises ValueError for a block that is not in the pool.

@@ -30,18 +30,34 @@ def quantize(values: Tensor, kind: str, codes: Tensor, scales: Tensor) -> None:
     `kind` is int8 or fp8; all tensors are contiguous. Raises ValueError when a value is not finite; what was written
     then means nothing.
     """
-    largest = LARGEST[kind]
-    limit = _largest_scale(largest)
-    for part, part_codes, part_scales in _slabs(values, codes, scales):
-        wide = part.to(torch.float32)
-        torch.amax(wide.abs(), dim=-1, out=part_scales)
-        if not part_scales.isfinite().all():  # a maximum is NaN or infinite when any of its values is
+    for slab in _slabs(values, codes, scales):
+        if not _encode(*slab, kind).all():
             raise ValueError(f"a value is not finite, which {kind} cannot express")
-        part_scales.div_(largest).clamp_(_FLOAT32.tiny, limit)
-        scaled = wide / part_scales.unsqueeze(-1)
-        if kind == "int8":
-            scaled.round_()
-        part_codes.copy_(scaled.clamp_(-largest, largest))
+
+
+def encode_rows(values: Tensor, kind: str, codes: Tensor, scales: Tensor) -> None:
+    """As `quantize`, but a row with a value that is not finite gets zeros and NaN as its scale.
+
+    The rows of `codes` may be apart.
+    """
+    for part, part_codes, part_scales in _slabs(values, codes, scales):
+        if not (finite := _encode(part, part_codes, part_scales, kind)).all():
+            part_scales[~finite] = torch.nan
+            part_codes.view(torch.uint8)[~finite] = 0
+
+
+def _encode(values: Tensor, codes: Tensor, scales: Tensor, kind: str) -> Tensor:
+    """Quantise some rows; returns which of them had finite values only."""
+    largest = LARGEST[kind]
+    wide = values.to(torch.float32)
+    torch.amax(wide.abs(), dim=-1, out=scales)
+    finite = scales.isfinite()  # a maximum is NaN or infinite when any of its values is
+    scales.div_(largest).clamp_(_FLOAT32.tiny, _largest_scale(largest))
+    scaled = wide / scales.unsqueeze(-1)
+    if kind == "int8":
+        scaled.round_()
+    codes.copy_(scaled.clamp_(-largest, largest))
+    return finite
 
 
 def dequantize(codes: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -54,20 +70,23 @@ def dequantize(codes: Tensor, scales: Tensor, out: Tensor) -> None:
         raise ValueError("a scale is not a positive finite number")
     for part, part_codes, part_scales in _slabs(out, codes, scales):
         if codes.dtype == torch.float8_e4m3fn:
-            wide = _from_fp8(part_codes)
-            part_scales = part_scales * _FP8_IN_FLOAT16
+            if part_codes.numel() and int((part_codes.view(torch.int8) & _FP8_NAN).max()) == _FP8_NAN:
+                raise ValueError("a code is not a number")
+            wide, factor = from_fp8(part_codes)
+            part_scales = part_scales * factor
         else:
             wide = part_codes.to(torch.float32)
         part.copy_(wide.mul_(part_scales.unsqueeze(-1)))
 
 
-def _from_fp8(codes: Tensor) -> Tensor:
-    """e4m3 codes as float32, divided by 256: by way of float16, which torch converts several times as fast."""
-    bits = codes.view(torch.int8)
-    if codes.numel() and int((bits & _FP8_NAN).max()) == _FP8_NAN:
-        raise ValueError("a code is not a number")
-    moved = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign was copied into that bit
-    return moved.view(torch.float16).to(torch.float32)
+def from_fp8(codes: Tensor) -> tuple[Tensor, float]:
+    """e4m3 codes as float32, and a factor that makes them what they mean.
+
+    By way of float16, which torch converts several times as fast. A code that is no number comes as 480.
+    """
+    moved = codes.view(torch.int8).to(torch.int16)
+    moved = moved.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign was copied into that bit
+    return moved.view(torch.float16).to(torch.float32), _FP8_IN_FLOAT16
 
 
 def _slabs(values: Tensor, codes: Tensor, scales: Tensor) -> zip[tuple[Tensor, Tensor, Tensor]]:

@@ -39,7 +39,13 @@ _FLAGS = (
 
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as c/numbers.h counts them
+DTYPES = {  # as c/numbers.h counts them
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+}
 COMPUTED = (torch.float32, torch.bfloat16)  # of activations; pools may have any of DTYPES
 LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3}  # the most that a call may use of the processor
 BEST = LEVELS["avx512_bf16"]

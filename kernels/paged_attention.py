@@ -15,6 +15,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
+from .kv_rows import head_dim_of
 from .native import BEST, COMPUTED, DTYPES, library
 
 _LOG2_E = 1.4426950408889634
@@ -34,7 +35,7 @@ class _Attention(ctypes.Structure):
 class PagedAttention:
     """A step's attention, planned once and run in each layer. Raises OSError where there is no library.
 
-    For pools shaped like `pool` [blocks, H, block_size, D], contiguous in CPU memory, float32, bfloat16 or float16. The
+    For pools shaped like `pool` [blocks, H, block_size, row] (kernels/kv_rows.py), contiguous in CPU memory. The
     tokens of sequence i are rows cu_seqlens[i]:cu_seqlens[i + 1], the last ones of its context_lens[i] tokens, and
     block_tables[i] holds its blocks, in order. Raises ValueError for a block that is not in the pool.
     """
@@ -49,7 +50,7 @@ class PagedAttention:
     ) -> None:
         if (native := library()) is None:
             raise OSError("no C kernels")
-        blocks, heads, size, dim = pool.shape
+        blocks, heads, size, _ = pool.shape
         used = [table[: -(-length // size)] for table, length in zip(block_tables, context_lens, strict=True)]
         tables = array("q", chain.from_iterable(used))
         if tables and not 0 <= min(tables) <= max(tables) < blocks:
@@ -66,17 +67,18 @@ class PagedAttention:
             sequences=len(context_lens),
             kv_heads=heads,
             block_size=size,
-            head_dim=dim,
+            head_dim=head_dim_of(pool),
             pool_dtype=DTYPES[pool.dtype],
             threads=torch.get_num_threads(),
         )
         self._where = ctypes.c_void_p(ctypes.addressof(self._call))
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
-        """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, D] into out [T, Hq, D].
+        """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, row] into out [T, Hq, D].
 
         The query is float32 or bfloat16 with contiguous tokens; `out` is of its dtype, contiguous. Sums are float32's;
-        with bfloat16 on both sides the weights may be rounded to it before their product with the values.
+        with bfloat16 on both sides, or bfloat16 and codes, the weights may be rounded to it before their product with
+        the values. Codes are multiplied as they are; their scales are factors of the scores and of the weights.
         """
         call = self._call
         if query.stride()[1:] != (query.shape[2], 1):

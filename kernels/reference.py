@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kv_rows import convert, plain
+
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See kernels/rms_norm.py; all in float32, rounded once."""
@@ -30,16 +32,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def write_kv(pool: Tensor, slots: Tensor, heads: Tensor) -> None:
-    """Put heads [T, H, D] into pool [blocks, H, block_size, D] at slots int64 [T] = block * block_size + offset."""
-    size = pool.shape[2]
+    """Put heads [T, H, D] into pool [blocks, H, block_size, row] at slots int64 [T] = block * block_size + offset."""
+    size, rows = pool.shape[2], convert(heads, pool.dtype)
     for row, slot in enumerate(slots.tolist()):
-        pool[slot // size, :, slot % size] = heads[row].to(pool.dtype)
+        plain(pool)[slot // size, :, slot % size] = plain(rows[row])
 
 
 def gather_kv(pool: Tensor, blocks: Sequence[int], tokens: int) -> Tensor:
-    """The first `tokens` tokens in `blocks` of pool [blocks, H, block_size, D]: [H, tokens, D]."""
-    picked = pool[torch.tensor(list(blocks), device=pool.device)].transpose(0, 1)
-    return picked.reshape(pool.shape[1], -1, pool.shape[3])[:, :tokens]
+    """The first `tokens` tokens in `blocks` of pool [blocks, H, block_size, row]: [H, tokens, row]."""
+    picked = plain(pool)[torch.tensor(list(blocks), device=pool.device)].transpose(0, 1)
+    return picked.reshape(pool.shape[1], -1, pool.shape[3])[:, :tokens].view(pool.dtype)
 
 
 def paged_attention(
@@ -51,7 +53,7 @@ def paged_attention(
     block_tables: Sequence[Sequence[int]],
     scale: float,
 ) -> Tensor:
-    """Causal attention of query [T, Hq, D] over paged keys and values [blocks, H, block_size, D]: [T, Hq, D].
+    """Causal attention of query [T, Hq, D] over paged keys and values [blocks, H, block_size, row]: [T, Hq, D].
 
     The tokens of sequence i are rows cu_seqlens[i]:cu_seqlens[i + 1] of the query and the last ones of its
     context_lens[i] tokens. float32 inside, rounded once.
@@ -60,7 +62,8 @@ def paged_attention(
     group = query.shape[1] // keys.shape[1]
     for i, (context, blocks) in enumerate(zip(context_lens, block_tables, strict=True)):
         rows = slice(cu_seqlens[i], cu_seqlens[i + 1])
-        k, v = (gather_kv(pool, blocks, context).float().repeat_interleave(group, 0) for pool in (keys, values))
+        gathered = (convert(gather_kv(pool, blocks, context), torch.float32) for pool in (keys, values))
+        k, v = (rows.repeat_interleave(group, 0) for rows in gathered)
         scores = query[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
         count = cu_seqlens[i + 1] - cu_seqlens[i]
         hidden = torch.ones(count, context, dtype=torch.bool, device=query.device).triu(context - count + 1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .kv_rows import convert, head_dim_of, plain
 from .native import BEST, DTYPES, function
 
 
@@ -33,12 +34,13 @@ def kv_rows(slots: Tensor, pool: Tensor) -> Tensor:
 
 
 def write_kv(pool: Tensor, rows: Tensor, heads: Tensor) -> None:
-    """Put heads [T, H, D] into pool [blocks, H, block_size, D] at `rows` from `kv_rows`."""
-    pool.view(-1, pool.shape[3]).index_copy_(0, rows, heads.reshape(-1, pool.shape[3]).to(pool.dtype))
+    """Put heads [T, H, D] into pool [blocks, H, block_size, row] at `rows` from `kv_rows`; rows: kernels/kv_rows.py."""
+    new = plain(convert(heads.reshape(-1, head_dim_of(pool)), pool.dtype))
+    plain(pool).view(-1, pool.shape[3]).index_copy_(0, rows, new)
 
 
 class Rotation:
-    """The angles of a step's T tokens, and their places in pools shaped like `pool` [blocks, H, block_size, D].
+    """The angles of a step's T tokens, and their places in pools shaped like `pool` [blocks, H, block_size, row].
 
     `slots` int64 [T]: block * block_size + offset. They must be in the pool: nothing here checks them.
     """
@@ -51,7 +53,7 @@ class Rotation:
     def apply(self, heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Rotate queries and keys of heads [T, Hq + 2H, D], contiguous; keys and values go into the pools.
 
-        Returns the queries [T, Hq, D], a part of `heads` or a new tensor.
+        Returns the queries [T, Hq, D], a part of `heads` or a new tensor; the rest of `heads` means nothing afterwards.
         """
         tokens, count, dim = heads.shape
         kv_heads, size = keys.shape[1:3]

@@ -9,7 +9,7 @@ import torch
 
 
 class BlockStore(Protocol):
-    """A rank's pool, [layer][k|v][block][kv_head][token in block][head_dim].
+    """A rank's pool, [layer][k|v][block][kv_head][token in block][row] (kernels/kv_rows.py).
 
     In both calls `blocks[i]` holds the sequence's tokens [i * block_size, (i + 1) * block_size); `tokens`, `layers` and
     `heads` are half-open ranges; `heads` counts this rank's own heads from 0. Both calls come from transfer threads.
@@ -33,7 +33,7 @@ class BlockStore(Protocol):
         tokens: tuple[int, int],
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A contiguous copy [layers, 2, heads, tokens, head_dim]; or `out` (flat uint8), filled with it."""
+        """A contiguous copy [layers, 2, heads, tokens, row]; or `out` (flat uint8), filled with it."""
         ...
 
     def scatter(

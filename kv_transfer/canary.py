@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.kv_rows import row_width
 from .carriers import INLINE, Carrier, CarrierFailed, InlineCarrier
 from .codec import decode, encode, wire_bytes
 from .frames import RAW, payload_shape, torch_dtype
@@ -33,13 +34,13 @@ _INT8_TOP = 127.0
 
 
 def canary_values(nonce: bytes, head_dim: int, dtype: str, codec: str) -> torch.Tensor:
-    """The block [layers, 2, heads, tokens, head_dim] of element type `dtype`, exact under `codec`.
+    """The block [layers, 2, heads, tokens, row] of element type `dtype`, exact under `codec`.
 
     Under `raw` every bit pattern of the element may occur.
     """
-    shape = payload_shape(BOX, head_dim)
-    count = torch.Size(shape).numel()
     kind = torch_dtype(dtype)
+    shape = payload_shape(BOX, row_width(head_dim, kind))
+    count = torch.Size(shape).numel()
     noise = torch.frombuffer(bytearray(hashlib.shake_128(nonce).digest(count * kind.itemsize)), dtype=torch.uint8)
     if codec == RAW:
         return noise.view(kind).view(shape)

@@ -2,12 +2,15 @@
 
 | codec | payload of a box of R = layers * 2 * heads * tokens rows |
 |---|---|
-| `raw` | [layers, 2, heads, tokens, head_dim] of the wire's element type |
+| `raw` | [layers, 2, heads, tokens, row] of the wire's element type: values, or codes and their scale |
 | `int8`, `fp8` | R float32 scales [layers, 2, heads, tokens], then the codes, a byte per value, in the order of `raw` |
 
 `raw` travels in the narrower of the two pools' types (`wire_dtype`), rounded by torch once, so the decode pool holds
-what `prefill.to(dtype)` would. The other codecs (kernels/kv_quantize.py) encode the prefill pool's own elements, carry
-every finite value within their error, and refuse any other: the leg fails instead of going on with wrong numbers.
+what `prefill.to(dtype)` would. Rows of a quantised pool (kernels/kv_rows.py) are the narrowest: for a quantised decode
+pool prefill makes the codes, as that pool's own writer would; between two pools of one kind they travel as they are.
+The other codecs (kernels/kv_quantize.py) encode the prefill pool's own elements, carry every finite value within their
+error, and refuse any other: the leg fails instead of going on with wrong numbers. They are for pools of floats: KV of
+a quantised pool is as small already.
 `raw` carries NaN and infinities as they are, and makes an infinity of what is too large for float16, as a pool of that
 type does by itself. Where the wire has the pool's own type the pool copies straight into and out of the carrier's
 buffer (`direct`), and neither `encode` nor `decode` is in the way.
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.kv_quantize import CODES, dequantize, quantize
+from ..kernels.kv_rows import KINDS, convert, plain, row_width
 from .frames import RAW, cell_bytes, item_bytes, payload_shape, torch_dtype
 from .plan import Box
 
@@ -56,14 +60,17 @@ def direct(pool: torch.dtype, dtype: str, codec: str) -> bool:
 
 
 def encode(kv: Tensor, out: Tensor, dtype: str, codec: str) -> None:
-    """Write KV of the pool's type, [layers, 2, heads, tokens, head_dim], as a payload into `out` (flat uint8).
+    """Write KV of the pool's type, [layers, 2, heads, tokens, row], as a payload into `out` (flat uint8).
 
     `out` has exactly `wire_bytes` and begins at a multiple of 4 bytes. Raises ValueError for a dtype or codec that is
-    not known, and for a value that the codec cannot express.
+    not known, for a value that the codec cannot express, and for codes that are to be coded again.
     """
     _check(codec)
     if codec == RAW:
-        out.view(torch_dtype(dtype)).view(kv.shape).copy_(kv)
+        rows = plain(convert(kv, torch_dtype(dtype)))
+        out.view(rows.dtype).view(rows.shape).copy_(rows)
+    elif kv.dtype in KINDS:
+        raise ValueError(f"KV of a quantised pool ({KINDS[kv.dtype]}) travels raw only, not as {codec}")
     elif out.device != kv.device:  # computed where the pool is, and the smaller form crosses over
         near = torch.empty_like(out, device=kv.device)
         encode(kv, near, dtype, codec)
@@ -74,18 +81,18 @@ def encode(kv: Tensor, out: Tensor, dtype: str, codec: str) -> None:
 
 
 def decode(payload: Tensor, box: Box, head_dim: int, dtype: str, codec: str, pool: torch.dtype) -> Tensor:
-    """A payload (flat uint8) as KV [layers, 2, heads, tokens, head_dim] of type `pool`; a view where nothing changes.
+    """A payload (flat uint8) as KV [layers, 2, heads, tokens, row] of type `pool`; a view where nothing changes.
 
     Raises ValueError for a dtype or codec that is not known, and for bytes that `encode` does not write.
     """
     _check(codec)
-    shape = payload_shape(box, head_dim)
     if codec == RAW:
-        return payload.view(torch_dtype(dtype)).view(shape).to(pool)
+        kind = torch_dtype(dtype)
+        return convert(payload.view(kind).view(payload_shape(box, row_width(head_dim, kind))), pool)
     scales, codes = _parts(payload, head_dim, codec)
     values = torch.empty(codes.shape, dtype=pool, device=payload.device)
     dequantize(codes, scales, values)
-    return values.view(shape)
+    return values.view(payload_shape(box, head_dim))
 
 
 def _check(codec: str) -> None:

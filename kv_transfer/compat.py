@@ -5,8 +5,9 @@ Tensor parallelism, block size and the element type are converted on the way; ev
 
 from __future__ import annotations
 
+from ..kernels.kv_quantize import CODES
 from ..proto.kv_layout import KVLayout
-from .frames import ITEM_BYTES
+from .frames import DTYPES, RAW
 
 _EQUAL = ("fingerprint", "layers", "kv_heads", "head_dim", "rope")
 
@@ -25,11 +26,16 @@ def differences(prefill: KVLayout, decode: KVLayout) -> list[str]:
     return found
 
 
-def codec_differences(prefill: str, decode: str) -> list[str]:
-    """What stands in the way when the two ends are configured with these wire codecs, as `differences`."""
-    if prefill == decode:
-        return []
-    return [f"kv.wire: prefill has {prefill!r}, decode has {decode!r}"]
+def codec_differences(prefill: str, decode: str, dtypes: tuple[str, str]) -> list[str]:
+    """What stands in the way when the two ends are configured with these wire codecs, as `differences`.
+
+    dtypes: of the prefill and the decode pool.
+    """
+    if prefill != decode:
+        return [f"kv.wire: prefill has {prefill!r}, decode has {decode!r}"]
+    if coded := sorted(set(dtypes) & set(CODES)) if prefill != RAW else []:
+        return [f"kv.wire: {prefill!r} with a pool of {coded[0]}, which is as small already; use 'raw'"]
+    return []
 
 
 def _faults(layout: KVLayout) -> list[str]:
@@ -39,8 +45,8 @@ def _faults(layout: KVLayout) -> list[str]:
         for name in ("layers", "kv_heads", "head_dim", "block_size")
         if type(getattr(layout, name)) is not int or getattr(layout, name) < 1
     ]
-    if type(layout.dtype) is not str or layout.dtype not in ITEM_BYTES:
-        found.append(f"dtype is {layout.dtype!r}, not one of {', '.join(ITEM_BYTES)}")
+    if type(layout.dtype) is not str or layout.dtype not in DTYPES:
+        found.append(f"dtype is {layout.dtype!r}, not one of {', '.join(DTYPES)}")
     if found:
         return found
     outside = [span for span in layout.head_ranges if not 0 <= span[0] < span[1] <= layout.kv_heads]

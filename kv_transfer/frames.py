@@ -20,6 +20,8 @@ import msgpack
 import torch
 import xxhash
 
+from ..kernels.kv_quantize import CODES
+from ..kernels.kv_rows import row_width
 from .events import LegKey
 from .plan import Box, length
 
@@ -32,22 +34,20 @@ WHOLE, VOID = 0x4B, 0xB4  # states in a trailer; they differ in every bit
 TRAILER = struct.Struct("!B7xQ")  # state, checksum (0: without)
 TRAILER_BYTES = TRAILER.size
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, **CODES}
 _ABOUT = struct.Struct("!8Q")  # number of the frame, its ranges, its size
 
 
 def item_bytes(dtype: str) -> int:
     """Bytes of one element. Raises ValueError for a dtype that KV cannot have."""
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"KV dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
-    return ITEM_BYTES[dtype]
+    return torch_dtype(dtype).itemsize
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
     """The torch dtype of that name. Raises ValueError for a dtype that KV cannot have."""
-    item_bytes(dtype)
-    return _TORCH[dtype]
+    if dtype not in DTYPES:
+        raise ValueError(f"KV dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,14 @@ class Parcel:
 _FIELDS = [str, int, int, int, str, str, bool]
 
 
-def payload_shape(box: Box, head_dim: int) -> tuple[int, int, int, int, int]:
-    """Shape of a payload."""
-    return (length(box.layers), 2, length(box.heads), length(box.tokens), head_dim)
+def payload_shape(box: Box, width: int) -> tuple[int, int, int, int, int]:
+    """Shape of KV in the order of the wire, with rows of `width` elements."""
+    return (length(box.layers), 2, length(box.heads), length(box.tokens), width)
 
 
 def cell_bytes(head_dim: int, dtype: str) -> int:
-    """Bytes of one (token, layer, head) in elements of that type: a key and a value."""
-    return 2 * head_dim * item_bytes(dtype)
+    """Bytes of one (token, layer, head) in a pool of that type: the rows of a key and a value."""
+    return 2 * row_width(head_dim, torch_dtype(dtype)) * item_bytes(dtype)
 
 
 def checksum(seed: int, sequence: int, frame: Frame, payload: memoryview) -> int:

@@ -117,7 +117,9 @@ def checked_hello(hello: dict[str, Any], owner: HelloOwner) -> Agreement:
     except ValueError as error:
         raise TransferFailed(str(error)) from error
     codec = owner.params.wire
-    if found := differences(theirs, owner.layout) + codec_differences(field(hello, "codec", str), codec):
+    if found := differences(theirs, owner.layout) + codec_differences(
+        field(hello, "codec", str), codec, (theirs.dtype, owner.layout.dtype)
+    ):
         raise Incompatible("prefill and decode KV cannot be converted: " + "; ".join(found))
     rank = field(hello, "rank", int)
     if not 0 <= rank < theirs.tensor_parallel:

@@ -10,14 +10,17 @@ import msgpack
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One worker's KV pool. Per rank the tensor is [layer][k|v][block][kv_head][token in block][head_dim]."""
+    """One worker's KV pool. Per rank the tensor is [layer][k|v][block][kv_head][token in block][row].
+
+    A row is head_dim values, or as many codes and their float32 scale.
+    """
 
     fingerprint: str  # of the model: weights, vocabulary and every setting that changes the meaning of KV
     layers: int
     kv_heads: int  # of the whole model
     head_dim: int
     rope: str  # readable rope settings, e.g. "default theta=100000.0"
-    dtype: str  # float32 | bfloat16 | float16
+    dtype: str  # float32 | bfloat16 | float16 | int8 | fp8
     block_size: int  # tokens
     head_ranges: tuple[tuple[int, int], ...]  # per rank: kv heads [start, stop); ranges may overlap (replication)
 

@@ -76,7 +76,7 @@ def test_kv_of_another_dtype_is_converted() -> None:
 MIXED = [
     (query, pool)
     for query in (torch.float32, torch.bfloat16)
-    for pool in (torch.float32, torch.bfloat16, torch.float16)
+    for pool in (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
     if query != pool
 ]
 
@@ -95,7 +95,7 @@ def test_kv_04_another_dtype_in_the_pool_equals_the_reference(query: torch.dtype
         torch.testing.assert_close(mine, theirs, atol=TOLERANCE[query], rtol=TOLERANCE[query])
 
 
-@pytest.mark.parametrize("pool", [torch.float32, torch.float16])
+@pytest.mark.parametrize("pool", [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn])
 def test_kv_04_bits_do_not_depend_on_the_step_with_another_dtype_either(pool: torch.dtype) -> None:
     case = _mixed(torch.bfloat16, pool)
     whole = [case.attend([(i, 0, n)], 16, plan_gathered)[0] for i, n in enumerate((200, 70))]

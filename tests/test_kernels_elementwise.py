@@ -7,6 +7,8 @@ import torch
 from baton.kernels import native, reference, rotary
 from baton.kernels import rms_norm as norms
 from baton.kernels import silu_mul as gates
+from baton.kernels.kv_quantize import CODES
+from baton.kernels.kv_rows import convert, plain
 from baton.kernels.native import LEVELS
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.rotary import Rotation, angles, kv_rows, rotate, write_kv
@@ -76,6 +78,30 @@ def test_a_rotation_on_the_way_into_the_pool(level: int, dim: int, dtype: torch.
     queries = Rotation(cos, sin, slots, pools[0], level).apply(heads, pools[0], pools[1])
     assert torch.equal(queries, turned[:, :5])
     assert torch.equal(pools, expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("dim", [16, 64, 80, 24])
+def test_a_rotation_into_codes(level: int, dim: int, dtype: torch.dtype, kind: str) -> None:
+    """The reference's codes and scales of what the plain operations give, bit for bit; NaN for what is not finite."""
+    heads, slots = 3 * _normal(40, 5 + 2 * 2, dim, dtype=dtype), torch.randperm(64)[:40]
+    for row, (part, size) in enumerate(((5, 0), (6, 1e-6), (5, 1e30), (7, 1e-39), (8, 0), (7, 1e30))):
+        heads[row, part] *= size
+    heads[9, 8, 1], heads[10, 5, 0], heads[11, 7, dim - 1] = float("nan"), float("inf"), -float("inf")
+    cos, sin = angles(torch.arange(100, 140), 10000.0 ** (-torch.arange(0, dim, 2) / dim), 1.1, dtype)
+    written = torch.cat((rotate(heads[:, :7], cos, sin)[:, 5:], heads[:, 7:]), 1)
+    pools = [convert(torch.zeros(16, 2, 4, dim), CODES[kind]) for _ in range(2)]
+    Rotation(cos, sin, slots, pools[0], level).apply(heads, *pools)
+    rows = torch.stack([plain(pool)[slots // 4, :, slots % 4] for pool in pools], 1).view(-1, dim + 4)
+    got, values = rows[:, dim:].clone().view(torch.float32)[:, 0], written.reshape(-1, dim)
+    finite = values.isfinite().all(-1)
+    codes, scales = reference.quantize_kv(values[finite], kind)
+    assert torch.equal(got[finite], scales)
+    assert torch.equal(rows[finite, :dim], codes.view(torch.uint8))
+    assert int((~finite).sum()) == 3
+    assert got[~finite].isnan().all()
+    assert convert(rows.view(CODES[kind]), torch.bfloat16).isnan().all(-1).equal(~finite)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

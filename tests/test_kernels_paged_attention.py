@@ -6,6 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from baton.kernels import reference
+from baton.kernels.cpu_attention import plan_gathered
+from baton.kernels.kv_rows import KINDS
 from baton.kernels.native import LEVELS, library
 from baton.kernels.paged_attention import PagedAttention
 from baton.tests.harness.attention_case import Case
@@ -14,7 +17,8 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C kernels here")
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 HEADS = [(1, 1, 64), (4, 4, 24), (9, 3, 64), (8, 1, 32), (4, 2, 96), (12, 2, 128), (4, 2, 80), (2, 1, 256)]
-POOLS = [torch.float32, torch.bfloat16, torch.float16]
+CODED = [torch.int8, torch.float8_e4m3fn]
+POOLS = [torch.float32, torch.bfloat16, torch.float16, *CODED]
 EDGES = [1, 2, 63, 64, 65, 127, 128, 129, 200]
 
 
@@ -39,6 +43,42 @@ def test_equals_the_reference_around_the_edges_of_tiles(query: torch.dtype, pool
 def test_equals_the_reference_for_every_shape(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     case = Case(heads, kv_heads, dim, dtype, [150, 5, 70])
     _assert_near(case, [(0, 40, 150), (1, 0, 5), (2, 69, 70)], dtype)
+
+
+@pytest.mark.parametrize("pool", CODED)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_codes_of_every_shape(heads: int, kv_heads: int, dim: int, pool: torch.dtype) -> None:
+    for dtype in TOLERANCE:
+        case = Case(heads, kv_heads, dim, dtype, [150, 5, 70]).stored_as(pool)
+        _assert_near(case, [(0, 40, 150), (1, 0, 5), (2, 69, 70)], dtype)
+
+
+def _exact(case: Case, index: int, pool: torch.dtype) -> torch.Tensor:
+    """float64 attention of a whole sequence over what the plain reference makes of its keys and values."""
+    query, share = case.query[index].double().transpose(0, 1), case.query[index].shape[1] // case.keys[index].shape[1]
+    stored = []
+    for part in (case.keys[index], case.values[index]):
+        codes, scales = reference.quantize_kv(part.reshape(-1, part.shape[2]), KINDS[pool])
+        numbers = codes.double() if pool == torch.int8 else reference.e4m3_numbers()[codes.long()]
+        rows = (numbers * scales.double()[:, None]).view(part.shape)
+        stored.append(rows.transpose(0, 1).repeat_interleave(share, 0))
+    scores = query @ stored[0].transpose(1, 2) * case.scale
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return (torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ stored[1]).transpose(0, 1)
+
+
+@pytest.mark.parametrize("way", ["torch", *LEVELS])
+@pytest.mark.parametrize("pool", CODED)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_codes_and_scales_against_exact_arithmetic(dtype: torch.dtype, pool: torch.dtype, way: str) -> None:
+    """Rows of very different sizes: each one's scale is its own. Errors are those of float32, or of rounded weights."""
+    case = Case(9, 3, 64, dtype, [150]).stored_as(pool)
+    sizes = 2.0 ** torch.randint(-3, 2, (150, 3, 1), generator=torch.Generator().manual_seed(3))
+    case.keys[0], case.values[0] = case.keys[0] * sizes.to(dtype), case.values[0] * sizes.flip(0).to(dtype)
+    plan = plan_gathered if way == "torch" else partial(PagedAttention, level=LEVELS[way])
+    ours = case.attend([(0, 0, 150)], 16, plan)[0].double()
+    exact = _exact(case, 0, pool)
+    torch.testing.assert_close(ours, exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -15,7 +15,7 @@ struct work {
 
 static attend_item *choose(const struct attention *a, int level) {
 #if defined(__x86_64__)
-    int pairs = a->query_dtype == BFLOAT16 && a->pool_dtype == BFLOAT16;
+    int pairs = a->query_dtype == BFLOAT16 && (a->pool_dtype == BFLOAT16 || is_coded(a->pool_dtype));
     __builtin_cpu_init();
     if (level >= 3 && pairs && __builtin_cpu_supports("avx512bf16"))
         return baton_attend_avx512_bf16;
@@ -90,6 +90,6 @@ EXPORT void baton_attend(const struct attention *a, int level) {
 EXPORT int64_t baton_attention_scratch(const struct attention *a) {
     int64_t share = a->query_heads / a->kv_heads, dim = (a->head_dim + 15) / 16 * 16;
     int64_t slab = slab_tokens(a) * share, rows = slab > a->query_heads ? slab : a->query_heads;
-    int64_t tile = 4 * TILE * (2 * dim + 2 * 6), row = 4 * (2 * dim + 16 + 1);
-    return (tile + rows * row + 8 * SCRATCH_ALIGN + 4095) / 4096 * 4096;
+    int64_t tile = 4 * TILE * (2 * dim + 2 * 6 + 2), row = 4 * (2 * dim + 16 + 1);
+    return (tile + rows * row + 9 * SCRATCH_ALIGN + 4095) / 4096 * 4096;
 }

@@ -9,7 +9,7 @@ enum { SCRATCH_ALIGN = 64 };
 /* One step's attention over one layer; kernels/paged_attention.py has the same fields in the same order. */
 struct attention {
     const char *query; /* [tokens, query_heads, head_dim], tokens query_stride numbers apart */
-    const char *keys, *values; /* [blocks, kv_heads, block_size, head_dim] */
+    const char *keys, *values; /* [blocks, kv_heads, block_size, head_dim]; a scale behind each row of codes */
     char *out; /* [tokens, query_heads * head_dim] */
     const int64_t *tables; /* the blocks of all sequences, one after the other */
     const int64_t *table_starts; /* [sequences + 1] into tables */

@@ -19,13 +19,36 @@ INLINE int64_t whole(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 #if PAIRS
 /* The first `left` of 32 numbers. */
 INLINE __mmask32 words(int64_t left) { return left < 2 * LANES ? (__mmask32)((1u << left) - 1) : 0xffffffff; }
+
+INLINE __m512i from_int8(__m256i codes) {
+    __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes));
+    __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1));
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+}
+
+/* Another bias moves e4m3's exponent; its subnormal numbers m * 2^-9 stand in a table. */
+INLINE __m512i from_fp8(__m256i codes) {
+    const __m512i subnormal = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    __m512i code = _mm512_cvtepu8_epi16(codes), size = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+    __m512i number = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+    __mmask32 low = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
+    number = _mm512_mask_permutexvar_epi16(number, low, size, subnormal);
+    return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), code), 8));
+}
+
+/* Numbers `which` of the 32 at `p`, as bfloat16, which holds every code; zeros for the others. */
+INLINE __m512i load_words(const char *p, __mmask32 which, const int64_t dtype) {
+    if (dtype == BFLOAT16)
+        return _mm512_maskz_loadu_epi16(which, p);
+    __m256i codes = _mm256_maskz_loadu_epi8(which, p);
+    return dtype == INT8 ? from_int8(codes) : from_fp8(codes);
+}
 #endif
 
 /* The LANES units of a row from unit `at` on; zeros behind its `dim` numbers. */
 INLINE vec load_units(const char *row, int64_t at, int64_t dim, const int64_t dtype) {
 #if PAIRS
-    (void)dtype;
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(words(dim - 2 * at), row + 4 * at));
+    return _mm512_castsi512_ps(load_words(row + 2 * at * width(dtype), words(dim - 2 * at), dtype));
 #else
     return take(row + at * width(dtype), dim - at, dtype);
 #endif
@@ -84,8 +107,8 @@ INLINE void load_values(const struct attention *a, const struct places *here, st
         const char *first = pool + here->offset[key], *second = pool + here->offset[key + 1];
         for (int64_t at = 0; at < padded; at += 2 * LANES) {
             __mmask32 row = words(a->head_dim - at);
-            __m512i even = _mm512_maskz_loadu_epi16(key < here->count ? row : 0, first + 2 * at);
-            __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < here->count ? row : 0, second + 2 * at);
+            __m512i even = load_words(first + at * width(dtype), key < here->count ? row : 0, dtype);
+            __m512i odd = load_words(second + at * width(dtype), key + 1 < here->count ? row : 0, dtype);
             unit *pairs = to + key / 2 * padded + at;
             _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, low, odd));
             if (at + LANES < padded)
@@ -93,7 +116,6 @@ INLINE void load_values(const struct attention *a, const struct places *here, st
             ask(next);
         }
     }
-    (void)dtype;
 }
 #else
 /* Values as they are; zeros behind the end: what is left there must not reach a product. */
@@ -108,9 +130,15 @@ INLINE void load_values(const struct attention *a, const struct places *here, st
 }
 #endif
 
+/* Of the rows of a tile. */
+INLINE void load_scales(const struct attention *a, const struct places *here, const char *pool, float *to) {
+    for (int64_t key = 0; key < TILE; key++)
+        memcpy(to + key, pool + here->offset[key] + a->head_dim, sizeof *to);
+}
+
 INLINE void find_places(const struct attention *a, int64_t sequence, int64_t first, struct places *to) {
     const int64_t *table = a->tables + a->table_starts[sequence];
-    int64_t row = a->head_dim * width(a->pool_dtype), size = a->block_size, left = a->context_lens[sequence] - first;
+    int64_t row = row_bytes(a->head_dim, a->pool_dtype), size = a->block_size, left = a->context_lens[sequence] - first;
     to->count = left < TILE ? left : TILE;
     for (int64_t key = 0; key < to->count;) {
         int64_t position = first + key, at = position % size;

@@ -2,7 +2,8 @@
 
    Every row's arithmetic is the same whatever comes with it: tiles of TILE keys from position 0, in each the products of a
    key one after the other, the weights relative to the highest score so far, then the values one after the other. Keys
-   are lanes in the first half, dimensions are lanes in the second.
+   are lanes in the first half, dimensions are lanes in the second. Where the pool has codes, these are multiplied as they
+   are, exactly; a key's scale is a factor of its scores, a value's of its weights.
 
    A unit is what one lane multiplies at a time: a float, or with PAIRS two bfloat16 numbers (and the weights are rounded
    to bfloat16). The including file has the vectors of simd_*.h, says whether PAIRS, and names the function in ATTEND. */
@@ -23,6 +24,7 @@ struct buffers {
     unit *keys;      /* [units, TILE] */
     unit *values;    /* [TILE or TILE / 2, padded] */
     float *scores;   /* [ROWS_MAX, TILE] */
+    float *scales;   /* [2, TILE]: of keys and values; used where the pool has codes */
     unit *weights;   /* [ROWS_MAX, TILE or TILE / 2] */
 };
 
@@ -65,11 +67,14 @@ INLINE void score(const unit *query, const unit *keys, int64_t units, float *sco
     }
 }
 
-/* Turn a row's scores of its first `seen` keys into weights; returns what earlier sums shrink by. */
-INLINE float weigh(float *scores, int64_t seen, float scale, float *highest, float *totals, unit *weights) {
+/* Turn a row's scores of its first `seen` keys into weights; returns what earlier sums shrink by. `scales`: or NULL. */
+INLINE float weigh(float *scores, int64_t seen, float scale, const float *scales, float *highest, float *totals,
+                   unit *weights) {
     vec top = v_set(-INFINITY), sum = v_zero();
     for (int64_t key = 0; key < TILE; key += LANES) {
         vec s = v_mul(v_load(scores + key), v_set(scale));
+        if (scales)
+            s = v_mul(s, v_load(scales + key));
         if (seen < key + LANES)
             s = v_first(s, seen - key, v_set(-INFINITY));
         v_store(scores + key, s);
@@ -80,7 +85,7 @@ INLINE float weigh(float *scores, int64_t seen, float scale, float *highest, flo
         now = before;
     for (int64_t key = 0; key < TILE; key += LANES) {
         vec weight = v_exp2(v_sub(v_load(scores + key), v_set(now)));
-        v_store(scores + key, weight);
+        v_store(scores + key, scales ? v_mul(weight, v_load(scales + TILE + key)) : weight);
         sum = v_add(sum, weight);
     }
     store_weights(weights, scores);
@@ -117,10 +122,11 @@ INLINE void add_columns(float *sums, int64_t padded, const unit *values, const u
 INLINE void tile_rows(const struct attention *a, const struct sizes *n, const struct buffers *b, int64_t row,
                       const int64_t *seen, struct ahead *next, const int rows) {
     float shrink[ROWS_MAX];
+    const float *scales = is_coded(a->pool_dtype) ? b->scales : NULL;
     score(b->query + row * n->units, b->keys, n->units, b->scores, next, rows);
     for (int r = 0; r < rows; r++)
-        shrink[r] = weigh(b->scores + r * TILE, seen[r], a->scale, b->highest + row + r, b->totals + (row + r) * LANES,
-                          b->weights + r * WEIGHTS);
+        shrink[r] = weigh(b->scores + r * TILE, seen[r], a->scale, scales, b->highest + row + r,
+                          b->totals + (row + r) * LANES, b->weights + r * WEIGHTS);
     float *sums = b->sums + row * n->padded;
     int64_t at = 0;
     for (; at + VECTORS * LANES <= n->padded; at += VECTORS * LANES)
@@ -166,6 +172,7 @@ INLINE struct buffers carve(char *scratch, const struct sizes *n, int64_t heads)
         .keys = (unit *)cut(&scratch, 4 * n->units * TILE),
         .values = (unit *)cut(&scratch, 4 * n->padded * WEIGHTS),
         .scores = (float *)cut(&scratch, 4 * ROWS_MAX * TILE),
+        .scales = (float *)cut(&scratch, 4 * 2 * TILE),
         .weights = (unit *)cut(&scratch, 4 * ROWS_MAX * WEIGHTS),
         .highest = (float *)cut(&scratch, 4 * rows),
         .totals = (float *)cut(&scratch, 4 * rows * LANES),
@@ -206,23 +213,28 @@ INLINE void give_results(const struct attention *a, const struct item *item, con
             }
 }
 
+INLINE void load_rows(const struct attention *a, const struct places *here, struct ahead *next, const char *keys,
+                      const char *values, const struct sizes *n, const struct buffers *b, const int64_t dtype) {
+    load_keys(a, here, next, keys, n->units, b->keys, dtype);
+    load_values(a, here, next, values, n->padded, b->values, dtype);
+}
+
 INLINE void load_tile(const struct attention *a, const struct places *here, struct ahead *next, int64_t head,
                       const struct sizes *n, const struct buffers *b) {
     const char *keys = a->keys + head, *values = a->values + head;
+    if (is_coded(a->pool_dtype)) {
+        load_scales(a, here, keys, b->scales);
+        load_scales(a, here, values, b->scales + TILE);
+    }
+    switch (a->pool_dtype) {
 #if !PAIRS
-    if (a->pool_dtype == FLOAT32) {
-        load_keys(a, here, next, keys, n->units, b->keys, FLOAT32);
-        load_values(a, here, next, values, n->padded, b->values, FLOAT32);
-        return;
-    }
-    if (a->pool_dtype == FLOAT16) {
-        load_keys(a, here, next, keys, n->units, b->keys, FLOAT16);
-        load_values(a, here, next, values, n->padded, b->values, FLOAT16);
-        return;
-    }
+    case FLOAT32: load_rows(a, here, next, keys, values, n, b, FLOAT32); break;
+    case FLOAT16: load_rows(a, here, next, keys, values, n, b, FLOAT16); break;
 #endif
-    load_keys(a, here, next, keys, n->units, b->keys, BFLOAT16);
-    load_values(a, here, next, values, n->padded, b->values, BFLOAT16);
+    case BFLOAT16: load_rows(a, here, next, keys, values, n, b, BFLOAT16); break;
+    case INT8: load_rows(a, here, next, keys, values, n, b, INT8); break;
+    case FP8: load_rows(a, here, next, keys, values, n, b, FP8); break;
+    }
 }
 
 TARGET void ATTEND(const struct attention *a, const struct item *item, const struct item *next, char *scratch) {
@@ -232,7 +244,7 @@ TARGET void ATTEND(const struct attention *a, const struct item *item, const str
     struct places places[2];
     int64_t position = a->context_lens[s] - a->cu_seqlens[s + 1] + item->first_token; /* of the first token */
     int64_t end = position + item->tokens; /* of what is seen */
-    int64_t row = a->head_dim * width(a->pool_dtype), page = a->block_size * row;
+    int64_t row = row_bytes(a->head_dim, a->pool_dtype), page = a->block_size * row;
     take_queries(a, item, &n, &b);
     find_places(a, s, 0, &places[0]);
     for (int64_t first = 0, turn = 0; first < end; first += TILE, turn ^= 1) {

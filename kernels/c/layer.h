@@ -13,12 +13,12 @@ struct norm {
     float eps;
 };
 
-/* Queries are rotated in place; rotated keys, and values, become rows of the pools. */
+/* Queries are rotated in place (keys too, where the pool has codes); rotated keys, and values, become rows of the pools. */
 struct rotation {
     char *heads;           /* [tokens, query_heads + 2 * kv_heads, head_dim] */
     const char *cos, *sin; /* [tokens, head_dim / 2] in the dtype of the heads */
     const int64_t *slots;  /* [tokens]: block * block_size + offset */
-    char *keys, *values;   /* [blocks, kv_heads, block_size, head_dim] */
+    char *keys, *values;   /* [blocks, kv_heads, block_size, head_dim]; a scale behind each row of codes */
     int64_t query_heads, kv_heads, head_dim, block_size, dtype, pool_dtype;
 };
 

@@ -69,32 +69,66 @@ INLINE void store_row(const char *from, int64_t dim, char *to, const int64_t dty
             give(to + at * width(to_dtype), take(from + at * width(dtype), dim - at, dtype), dim - at, to_dtype);
 }
 
+/* Codes and then their scale, the bits of kernels/kv_quantize.py: scale = largest magnitude / LARGEST, code = value / scale.
+   A row with a value that is not finite gets no number as its scale, so that all of it stays without one. */
+INLINE void code_row(const char *from, int64_t dim, char *to, const int64_t dtype, const int64_t kind) {
+    const double largest = kind == INT8 ? 127 : 448;
+    const float least = 0x1p-126f, most = nextafterf((float)(0x1.fffffep127 / largest), 0); /* products stay finite */
+    vec top = v_zero(), finite = v_zero();
+    for (int64_t at = 0; at < dim; at += LANES) {
+        vec x = take(from + at * width(dtype), dim - at, dtype);
+        top = v_max(top, v_max(x, v_sub(v_zero(), x)));
+        finite = v_add(finite, v_mul(x, v_zero()));
+    }
+    float scale = v_highest(top) / (float)largest;
+    scale = scale < least ? least : scale > most ? most : scale;
+    if (v_sum(finite) != 0) {
+        scale = NAN;
+        memset(to, 0, (size_t)dim);
+    } else
+        for (int64_t at = 0; at < dim; at += LANES) {
+            vec x = v_div(take(from + at * width(dtype), dim - at, dtype), v_set(scale));
+            give(to + at, v_min(v_max(x, v_set((float)-largest)), v_set((float)largest)), dim - at, kind);
+        }
+    memcpy(to + dim, &scale, sizeof scale);
+}
+
 INLINE void rotate_tokens(const struct rotation *r, int64_t first, int64_t last, const int64_t dtype, const int64_t pool) {
-    int64_t half = r->head_dim / 2, row = r->head_dim * width(dtype), pool_row = r->head_dim * width(pool);
+    int64_t half = r->head_dim / 2, row = r->head_dim * width(dtype), pool_row = row_bytes(r->head_dim, pool);
     for (int64_t token = first; token < last; token++) {
         char *heads = r->heads + token * (r->query_heads + 2 * r->kv_heads) * row;
         const char *cos = r->cos + token * half * width(dtype), *sin = r->sin + token * half * width(dtype);
         int64_t block = r->slots[token] / r->block_size, offset = r->slots[token] % r->block_size;
         for (int64_t head = 0; head < r->query_heads; head++)
             rotate_head(heads + head * row, cos, sin, half, heads + head * row, dtype, dtype);
-        const char *keys = heads + r->query_heads * row, *values = keys + r->kv_heads * row;
+        char *keys = heads + r->query_heads * row, *values = keys + r->kv_heads * row;
         for (int64_t head = 0; head < r->kv_heads; head++) {
             int64_t to = ((block * r->kv_heads + head) * r->block_size + offset) * pool_row;
-            rotate_head(keys + head * row, cos, sin, half, r->keys + to, dtype, pool);
-            store_row(values + head * row, r->head_dim, r->values + to, dtype, pool);
+            if (is_coded(pool)) {
+                rotate_head(keys + head * row, cos, sin, half, keys + head * row, dtype, dtype);
+                code_row(keys + head * row, r->head_dim, r->keys + to, dtype, pool);
+                code_row(values + head * row, r->head_dim, r->values + to, dtype, pool);
+            } else {
+                rotate_head(keys + head * row, cos, sin, half, r->keys + to, dtype, pool);
+                store_row(values + head * row, r->head_dim, r->values + to, dtype, pool);
+            }
         }
     }
 }
 
 static TARGET void rotate(const void *arguments, int64_t first, int64_t last) {
     const struct rotation *r = arguments;
-    switch (3 * r->dtype + r->pool_dtype) {
-    case 3 * FLOAT32 + FLOAT32: rotate_tokens(r, first, last, FLOAT32, FLOAT32); break;
-    case 3 * FLOAT32 + BFLOAT16: rotate_tokens(r, first, last, FLOAT32, BFLOAT16); break;
-    case 3 * FLOAT32 + FLOAT16: rotate_tokens(r, first, last, FLOAT32, FLOAT16); break;
-    case 3 * BFLOAT16 + FLOAT32: rotate_tokens(r, first, last, BFLOAT16, FLOAT32); break;
-    case 3 * BFLOAT16 + BFLOAT16: rotate_tokens(r, first, last, BFLOAT16, BFLOAT16); break;
-    case 3 * BFLOAT16 + FLOAT16: rotate_tokens(r, first, last, BFLOAT16, FLOAT16); break;
+    switch (5 * r->dtype + r->pool_dtype) {
+    case 5 * FLOAT32 + FLOAT32: rotate_tokens(r, first, last, FLOAT32, FLOAT32); break;
+    case 5 * FLOAT32 + BFLOAT16: rotate_tokens(r, first, last, FLOAT32, BFLOAT16); break;
+    case 5 * FLOAT32 + FLOAT16: rotate_tokens(r, first, last, FLOAT32, FLOAT16); break;
+    case 5 * FLOAT32 + INT8: rotate_tokens(r, first, last, FLOAT32, INT8); break;
+    case 5 * FLOAT32 + FP8: rotate_tokens(r, first, last, FLOAT32, FP8); break;
+    case 5 * BFLOAT16 + FLOAT32: rotate_tokens(r, first, last, BFLOAT16, FLOAT32); break;
+    case 5 * BFLOAT16 + BFLOAT16: rotate_tokens(r, first, last, BFLOAT16, BFLOAT16); break;
+    case 5 * BFLOAT16 + FLOAT16: rotate_tokens(r, first, last, BFLOAT16, FLOAT16); break;
+    case 5 * BFLOAT16 + INT8: rotate_tokens(r, first, last, BFLOAT16, INT8); break;
+    case 5 * BFLOAT16 + FP8: rotate_tokens(r, first, last, BFLOAT16, FP8); break;
     }
 }
 

@@ -75,6 +75,35 @@ INLINE void v_to_f16(void *p, vec x) {
     _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+INLINE vec v_from_int8(const void *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+/* e4m3's bits, moved to where float16 has them, mean a value that is smaller by 2^8. */
+INLINE vec v_from_fp8(const void *p) {
+    __m128i moved = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
+    return v_mul(_mm256_cvtph_ps(_mm_andnot_si128(_mm_set1_epi16(0x4000), moved)), v_set(256.0f));
+}
+
+/* The low bytes of 32-bit lanes that hold no more. */
+INLINE void store_bytes(void *p, __m256i bytes) {
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(words, words));
+}
+INLINE void v_to_int8(void *p, vec x) { /* |x| <= 127 */
+    store_bytes(p, _mm256_and_si256(_mm256_cvtps_epi32(x), _mm256_set1_epi32(0xff)));
+}
+/* |x| <= 448; to the nearest, ties to even. What is subnormal is added to 2^14: the float's rounding puts it in place. */
+INLINE void v_to_fp8(void *p, vec x) {
+    __m256i bits = _mm256_castps_si256(x), size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(size, 20), _mm256_set1_epi32(1));
+    __m256i code = _mm256_srli_epi32(_mm256_add_epi32(size, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7ffff))), 20);
+    code = _mm256_sub_epi32(code, _mm256_set1_epi32(120 << 3));
+    __m256i low = _mm256_castps_si256(v_add(_mm256_castsi256_ps(size), v_set(0x1p14f)));
+    low = _mm256_sub_epi32(low, _mm256_set1_epi32(0x46800000));
+    code = _mm256_blendv_epi8(code, low, _mm256_cmpgt_epi32(_mm256_set1_epi32(0x3c800000), size));
+    store_bytes(p, _mm256_or_si256(code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80))));
+}
+
 /* Rows become columns: 8 x 8 words of 32 bits. */
 INLINE void v_transpose(vec rows[LANES]) {
     vec pairs[8], quads[8];

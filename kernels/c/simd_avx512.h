@@ -58,6 +58,26 @@ INLINE void v_to_f16(void *p, vec x) {
     _mm256_storeu_si256(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+INLINE vec v_from_int8(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))); }
+/* e4m3's bits, moved to where float16 has them, mean a value that is smaller by 2^8. */
+INLINE vec v_from_fp8(const void *p) {
+    __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(p)), 7);
+    return v_mul(_mm512_cvtph_ps(_mm256_andnot_si256(_mm256_set1_epi16(0x4000), moved)), v_set(256.0f));
+}
+INLINE void v_to_int8(void *p, vec x) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); } /* |x| <= 127 */
+/* |x| <= 448; to the nearest, ties to even. What is subnormal is added to 2^14: the float's rounding puts it in place. */
+INLINE void v_to_fp8(void *p, vec x) {
+    __m512i bits = _mm512_castps_si512(x), size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(size, 20), _mm512_set1_epi32(1));
+    __m512i code = _mm512_srli_epi32(_mm512_add_epi32(size, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7ffff))), 20);
+    code = _mm512_sub_epi32(code, _mm512_set1_epi32(120 << 3));
+    __m512i low = _mm512_castps_si512(v_add(_mm512_castsi512_ps(size), v_set(0x1p14f)));
+    __mmask16 subnormal = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(0x3c800000));
+    code = _mm512_mask_sub_epi32(code, subnormal, low, _mm512_set1_epi32(0x46800000));
+    code = _mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80)));
+    _mm_storeu_si128(p, _mm512_cvtepi32_epi8(code));
+}
+
 /* Rows become columns: 16 x 16 words of 32 bits. */
 INLINE void v_transpose(vec rows[LANES]) {
     __m512d pairs[16];

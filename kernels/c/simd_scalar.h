@@ -79,4 +79,22 @@ INLINE void v_to_f16(void *p, vec x) {
     *(uint16_t *)p = (uint16_t)(sign | half);
 }
 
+/* e4m3's bits as a float's mean a value that is smaller by 2^120. */
+INLINE vec v_from_fp8(const void *p) {
+    uint32_t code = *(const uint8_t *)p;
+    return from_bits(to_bits(from_bits((code & 0x7f) << 20) * 0x1p120f) | (code & 0x80) << 24);
+}
+INLINE vec v_from_int8(const void *p) { return (float)*(const int8_t *)p; }
+INLINE void v_to_int8(void *p, vec x) { *(int8_t *)p = (int8_t)rintf(x); } /* |x| <= 127 */
+
+/* |x| <= 448; to the nearest, ties to even. */
+INLINE void v_to_fp8(void *p, vec x) {
+    uint32_t sign = to_bits(x) >> 24 & 0x80, size = to_bits(x) & 0x7fffffff, code;
+    if (size < 0x3c800000) /* subnormal: added to 2^14, the float's own rounding puts the bits in place */
+        code = to_bits(from_bits(size) + 0x1p14f) - 0x46800000;
+    else
+        code = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+    *(uint8_t *)p = (uint8_t)(sign | code);
+}
+
 INLINE void v_transpose(vec rows[LANES]) { (void)rows; }

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from baton.kernels import reference
 from baton.kernels.cpu_attention import AttentionPlan
+from baton.kernels.kv_rows import convert
 from baton.kernels.rotary import kv_rows, write_kv
 from torch import Tensor
 
@@ -27,10 +28,11 @@ class Case:
         self.keys = [normal(length, kv_heads) for length in lengths]
         self.values = [normal(length, kv_heads) for length in lengths]
         self.scale = dim**-0.5
+        self._stored = dtype
 
     def stored_as(self, dtype: torch.dtype) -> Case:
         """The same with a pool of another dtype."""
-        self.keys, self.values = ([part.to(dtype) for part in parts] for parts in (self.keys, self.values))
+        self._stored = dtype
         return self
 
     def attend(self, pieces: Sequence[tuple[int, int, int]], block_size: int, plan: Plan | None) -> list[Tensor]:
@@ -41,7 +43,7 @@ class Case:
         blocks = [-(-stop // block_size) for _, _, stop in pieces]
         kv_heads, dim = self.keys[0].shape[1:]
         pools = [torch.full((sum(blocks) + 3, kv_heads, block_size, dim), float("nan")) for _ in range(2)]
-        keys, values = (pool.to(self.keys[0].dtype) for pool in pools)
+        keys, values = (convert(pool, self._stored) for pool in pools)
         generator = torch.Generator().manual_seed(block_size)
         free = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
         tables = []
