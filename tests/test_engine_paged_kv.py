@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from baton.engine import kv_copy
-from baton.engine.paged_kv import PagedKV, bytes_per_block
+from baton.engine.paged_kv import KV_DTYPES, PagedKV, bytes_per_block
 from baton.kernels.kv_pages import NativePages
+from baton.kernels.kv_rows import plain
 from baton.proto.kv_layout import KVLayout
 
 LAYERS, DIM, BLOCKS = 3, 4, 9
@@ -70,6 +71,30 @@ def test_gather_into_a_buffer(blocks: list[int], pages: str, short: int, monkeyp
         assert kv.gather(blocks, (0, LAYERS), (0, 2), span, shaped).data_ptr() == shaped.data_ptr()
         with pytest.raises(ValueError, match="belongs"):
             kv.gather(blocks, (0, LAYERS), (0, 2), span, flat)
+
+
+@pytest.mark.parametrize("pages", ["C", "numpy", "as on another device"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_rows_with_codes_move_as_they_are(dtype: str, pages: str) -> None:
+    """Every bit pattern, codes and scales together, between pools of unequal blocks; and from block to block."""
+    pools = [PagedKV(layout(size, dtype), 0, BLOCKS, torch.device("cpu")) for size in (4, 16)]
+    for kv in pools:
+        if pages == "C" and not isinstance(kv._pages, NativePages):
+            pytest.skip("no C kernels here")
+        if pages != "C":
+            kv._pages = kv_copy.Pages(plain(kv.data)) if pages == "numpy" else None
+    source, target = pools
+    whole = plain(source.data).copy_(torch.arange(source.data.numel()).view(source.data.shape) % 251)
+    blocks, span = [5, 2, 7, 0, 1], ((0, LAYERS), (0, 2), (3, 19))
+    kv = source.gather(blocks, *span)
+    assert (kv.dtype, kv.shape) == (source.dtype, (LAYERS, 2, 2, 16, DIM + 4))
+    rows = torch.stack([plain(whole)[:, :, blocks[t // 4], :, t % 4] for t in range(3, 19)], dim=3)
+    assert torch.equal(plain(kv), plain(rows))
+    target.scatter([8, 3], *span, kv)
+    target.copy_blocks([(8, 0), (3, 4)])
+    assert torch.equal(plain(target.gather([0, 4], *span)), plain(kv))
+    out = torch.empty(kv.numel(), dtype=torch.uint8)
+    assert torch.equal(target.gather([8, 3], *span, out), plain(kv).flatten())
 
 
 def test_parts_of_layers_and_heads() -> None:
@@ -136,7 +161,9 @@ def test_copy_blocks() -> None:
 
 
 def test_bytes_per_block_are_those_of_the_tensor() -> None:
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "int8", "fp8"):
         for rank in (0, 1):
             kv = PagedKV(layout(16, dtype), rank, BLOCKS, torch.device("cpu"))
             assert bytes_per_block(layout(16, dtype), rank) * BLOCKS == kv.data.numel() * kv.data.element_size()
+    row = {dtype: bytes_per_block(layout(16, dtype), 1) // (LAYERS * 2 * 16) for dtype in KV_DTYPES}
+    assert row == {"float32": 4 * DIM, "bfloat16": 2 * DIM, "float16": 2 * DIM, "int8": DIM + 4, "fp8": DIM + 4}

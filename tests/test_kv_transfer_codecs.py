@@ -47,6 +47,9 @@ def _arrived(pair: Rig, codec: str, row_bytes: int) -> None:
         ((4, 1), 2, ("bfloat16", "bfloat16"), "fp8", "inline", 12),
         ((1, 2), 3, ("bfloat16", "float32"), "fp8", "gloo", 12),
         ((2, 1), 3, ("float32", "float16"), "raw", "gloo", 16),
+        ((2, 3), 3, ("int8", "int8"), "raw", "inline", 12),
+        ((1, 2), 3, ("bfloat16", "fp8"), "raw", "shm", 12),
+        ((2, 1), 3, ("fp8", "bfloat16"), "raw", "gloo", 12),
     ],
 )
 def test_kv_01_kv_04_converted_on_the_way(
@@ -81,6 +84,18 @@ def test_kv_03_the_ends_must_have_the_same_codec(prefill: Codec, decode: Codec) 
         [failure] = pair.sent[0].wait(SendFailed)
         assert isinstance(failure.error, Incompatible)
         assert f"kv.wire: prefill has '{prefill}', decode has '{decode}'" in failure.error.message
+        assert pair.targets[0].writes == 0
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_kv_04_a_quantised_pool_takes_the_raw_wire_only(codec: Codec, side: str) -> None:
+    shapes = [replace(SHAPE, dtype="int8") if name == side else SHAPE for name in ("prefill", "decode")]
+    with rig(shapes[0], shapes[1], replace(QUICK, wire=codec)) as pair:
+        pair.send(LEG, PROMPT)
+        [failure] = pair.sent[0].wait(SendFailed)
+        assert isinstance(failure.error, Incompatible)
+        assert f"kv.wire: '{codec}' with a pool of int8, which is as small already; use 'raw'" in failure.error.message
         assert pair.targets[0].writes == 0
 
 

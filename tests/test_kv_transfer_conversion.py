@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from baton.kernels.kv_quantize import CODES
+from baton.kernels.kv_rows import convert as convert_rows
 from baton.kv_transfer.codec import WIRES, decode, direct, encode, wire_bytes, wire_dtype
 from baton.kv_transfer.plan import Box
 from baton.tests.harness.kv_convert import HEAD_DIM, LAYERS, Case, convert
@@ -19,6 +22,8 @@ HEADS = (1, 2, 3, 4, 8)
 BLOCKS = (1, 4, 8, 16, 32)
 DTYPES = ("float32", "bfloat16", "float16")
 PAIRS = tuple(itertools.product(DTYPES, DTYPES))
+CODED = ("int8", "fp8")
+RAW_PAIRS = tuple(itertools.product((*DTYPES, *CODED), (*DTYPES, *CODED)))  # with codes at either end: raw only
 BLOCK_PAIRS = tuple(itertools.product(BLOCKS, BLOCKS))
 
 
@@ -57,6 +62,14 @@ def test_kv_04_every_pair_of_dtypes(dtypes: tuple[str, str], codec: str) -> None
         convert(Case(tp, 3, (8, 4), dtypes, codec, cached=3))
 
 
+@pytest.mark.parametrize("dtypes", [pair for pair in RAW_PAIRS if set(pair) & set(CODED)])
+def test_kv_04_every_pair_with_a_quantised_pool(dtypes: tuple[str, str]) -> None:
+    """Codes as the decode pool's writer makes them, the same codes where both have them, or the values they mean."""
+    for tp in ((1, 1), (1, 3), (3, 2)):
+        convert(Case(tp, 3, (8, 4), dtypes, cached=3))
+        convert(Case(tp, 3, (4, 16), dtypes, cached=17, chunk=5, frame_bytes=301))
+
+
 def _cases() -> st.SearchStrategy[Case]:
     prompt = st.integers(1, 70)
     return prompt.flatmap(
@@ -65,7 +78,7 @@ def _cases() -> st.SearchStrategy[Case]:
             tp=st.tuples(st.integers(1, 4), st.integers(1, 4)),
             kv_heads=st.sampled_from(HEADS),
             blocks=st.tuples(st.sampled_from(BLOCKS), st.sampled_from(BLOCKS)),
-            dtypes=st.sampled_from(PAIRS),
+            dtypes=st.sampled_from(RAW_PAIRS),
             codec=st.sampled_from(WIRES),
             prompt=st.just(tokens),
             cached=st.integers(0, tokens),
@@ -73,7 +86,7 @@ def _cases() -> st.SearchStrategy[Case]:
             group=st.integers(1, LAYERS),
             frame_bytes=st.sampled_from([1, 300, 5000, 1 << 20]),
         )
-    )
+    ).map(lambda case: replace(case, codec="raw") if set(case.dtypes) & set(CODED) else case)
 
 
 @settings(max_examples=60)
@@ -117,6 +130,8 @@ def test_the_wire_has_the_narrower_type() -> None:
         ("float16", "float16"): "float16",
     }
     assert {wire_dtype(*pair, "int8") == pair[0] for pair in PAIRS} == {True}
+    with_codes = {pair: wire_dtype(*pair, "raw") for pair in RAW_PAIRS if set(pair) & set(CODED)}
+    assert with_codes == {pair: pair[0] if pair[0] in CODED else pair[1] for pair in with_codes}
     assert direct(torch.float32, "float32", "raw")
     assert not direct(torch.float32, "bfloat16", "raw")
     assert not direct(torch.float32, "float32", "fp8")
@@ -133,6 +148,29 @@ def test_kv_04_raw_passes_what_is_not_finite_and_never_makes_it_finite() -> None
         got = decode(payload, box, 8, wire_dtype(source, target, "raw"), "raw", kind)
         assert torch.equal(got.isfinite() | values.isfinite(), values.isfinite())
         torch.testing.assert_close(got, values.to(kind), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_kv_04_a_quantised_pool_passes_what_is_not_finite_as_a_row_without_numbers(kind: str) -> None:
+    box = Box((0, 1), (0, 1), (0, 1))
+    values = torch.ones(1, 2, 1, 1, 8)
+    values[0, 1, 0, 0, 3] = float("inf")
+    payload = torch.empty(wire_bytes(box, 8, kind, "raw"), dtype=torch.uint8)
+    assert payload.numel() == 2 * (8 + 4)
+    encode(values, payload, kind, "raw")
+    got = decode(payload, box, 8, kind, "raw", torch.float32)
+    assert torch.equal(got[0, 0], values[0, 0])
+    assert got[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("codec", CODED)
+def test_codes_are_not_coded_again(kind: str, codec: str) -> None:
+    box = Box((0, 1), (0, 1), (0, 1))
+    payload = torch.empty(wire_bytes(box, 8, kind, codec), dtype=torch.uint8)
+    rows = convert_rows(torch.ones(1, 2, 1, 1, 8), CODES[kind])
+    with pytest.raises(ValueError, match=f"quantised pool .{kind}. travels raw only, not as {codec}"):
+        encode(rows, payload, kind, codec)
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8"])

@@ -118,6 +118,6 @@ def test_kv_03_what_converts_and_what_does_not() -> None:
         "head_dim: prefill has 8, decode has 7",
     ]
     assert differences(one, layout([(0, 3)], dtype="int4")) == [
-        "decode: dtype is 'int4', not one of float32, bfloat16, float16"
+        "decode: dtype is 'int4', not one of float32, bfloat16, float16, int8, fp8"
     ]
     assert differences(one, layout([(0, 1), (2, 3)])) == ["decode: 2 ranks hold 2 of 3 kv heads"]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from baton.engine.paged_kv import PagedKV
+from baton.engine.paged_kv import KV_DTYPES, PagedKV
 from baton.engine.partition import head_ranges
 from baton.kernels import reference
+from baton.kernels.kv_rows import KINDS, plain, row_width
 from baton.kv_transfer.codec import decode, direct, encode, wire_bytes, wire_cell_bytes, wire_dtype
 from baton.kv_transfer.handoff import SendLeg
 from baton.kv_transfer.plan import Box, length, shares
@@ -21,8 +22,8 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 LAYERS, HEAD_DIM = 3, 8
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
-_UNTOUCHED = 7.0
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+_UNTOUCHED = 0x11  # in every byte
 
 
 @dataclass(frozen=True)
@@ -54,18 +55,35 @@ class Case:
     def bytes(self) -> int:
         """What must travel: each token's key and value once for each head of each decode rank."""
         value = min(_WIDTH[dtype] for dtype in self.dtypes) if self.codec == "raw" else 1
-        row = HEAD_DIM * value + (0 if self.codec == "raw" else 4)
+        row = HEAD_DIM * value + (4 if value == 1 else 0)
         held = sum(length(span) for span in head_ranges(self.kv_heads, self.tp[1]))
         return (self.prompt - self.cached) * LAYERS * 2 * held * row
 
 
 def naive(values: Tensor, codec: str, dtype: str) -> Tensor:
-    """KV [..., head_dim] as it must arrive in a pool of `dtype`."""
-    target: torch.dtype = getattr(torch, dtype)
+    """KV [..., row] as it must arrive in a pool of `dtype`: by the plain reference, also where there are codes."""
+    target = KV_DTYPES[dtype]
     if codec == "raw":
-        return values.to(target)
+        if values.dtype == target:
+            return values
+        if values.dtype in KINDS:
+            values = _floats(values, torch.float32 if target in KINDS else target)
+        return _codes(values, KINDS[target]) if target in KINDS else values.to(target)
     rows = values.reshape(-1, values.shape[-1])
     return reference.dequantize_kv(*reference.quantize_kv(rows, codec), target).view(values.shape)
+
+
+def _codes(values: Tensor, kind: str) -> Tensor:
+    codes, scales = reference.quantize_kv(values.reshape(-1, values.shape[-1]), kind)
+    rows = torch.cat((codes.view(torch.uint8), scales[:, None].view(torch.uint8)), 1)
+    return rows.view(*values.shape[:-1], -1).view(KV_DTYPES[kind])
+
+
+def _floats(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = rows.reshape(-1, rows.shape[-1]).view(torch.uint8)
+    codes = flat[:, :-4].view(torch.int8) if rows.dtype == torch.int8 else flat[:, :-4]
+    values = reference.dequantize_kv(codes, flat[:, -4:].clone().view(torch.float32)[:, 0], dtype)
+    return values.view(*rows.shape[:-1], -1)
 
 
 def same_bits(one: Tensor, two: Tensor) -> bool:
@@ -87,13 +105,13 @@ class Conversion:
         generator = torch.Generator().manual_seed(sum(map(ord, repr(case))))
         self.tables = [torch.randperm(count, generator=generator).tolist()[:-2] for count in counts]
         shape = (LAYERS, 2, counts[0], case.kv_heads, case.blocks[0], HEAD_DIM)
-        self.whole = (3 * torch.randn(shape, generator=generator)).to(getattr(torch, case.dtypes[0]))
+        self.whole = naive(3 * torch.randn(shape, generator=generator), "raw", case.dtypes[0])
         self.sources = [PagedKV(self.layouts[0], rank, counts[0], CPU) for rank in range(case.tp[0])]
         self.targets = [PagedKV(self.layouts[1], rank, counts[1], CPU) for rank in range(case.tp[1])]
         for pool, (low, high) in zip(self.sources, self.layouts[0].head_ranges, strict=True):
-            pool.data.copy_(self.whole[:, :, :, low:high])
+            plain(pool.data).copy_(plain(self.whole)[:, :, :, low:high])
         for pool in self.targets:
-            pool.data.fill_(_UNTOUCHED)
+            pool.data.view(torch.uint8).fill_(_UNTOUCHED)
         self.bytes = 0
 
     def run(self) -> None:
@@ -130,12 +148,13 @@ class Conversion:
         """The decode pools hold what a naive copy writes, bit for bit, and nothing else was touched."""
         case, (low, high) = self.case, (self.case.cached, self.case.prompt)
         old, new = (_places(table, size, low, high) for table, size in zip(self.tables, case.blocks, strict=True))
-        picked = self.whole[:, :, old[0], :, old[1]]  # [tokens, layers, 2, heads, head_dim]
-        count = block_count(case.prompt, case.blocks[1]) + 2
-        shape = (LAYERS, 2, count, case.kv_heads, case.blocks[1], HEAD_DIM)
-        expected = torch.full(shape, _UNTOUCHED, dtype=getattr(torch, case.dtypes[1]))
+        picked = plain(self.whole)[:, :, old[0], :, old[1]].view(self.whole.dtype)  # [tokens, layers, 2, heads, row]
+        count, target = block_count(case.prompt, case.blocks[1]) + 2, KV_DTYPES[case.dtypes[1]]
+        shape = (LAYERS, 2, count, case.kv_heads, case.blocks[1], row_width(HEAD_DIM, target))
+        expected = torch.empty(shape, dtype=target)
+        expected.view(torch.uint8).fill_(_UNTOUCHED)
         if low < high:
-            expected[:, :, new[0], :, new[1]] = naive(picked, case.codec, case.dtypes[1])
+            plain(expected)[:, :, new[0], :, new[1]] = plain(naive(picked, case.codec, case.dtypes[1]))
         for pool, (start, stop) in zip(self.targets, self.layouts[1].head_ranges, strict=True):
             assert same_bits(pool.data, expected[:, :, :, start:stop]), case
         assert self.bytes == case.bytes, case

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from baton.engine.paged_kv import KV_DTYPES
+from baton.kernels.kv_rows import convert, plain, row_width
 from baton.kv_transfer.events import LegKey
 from baton.kv_transfer.params import TransferParams
 from baton.kv_transfer.receiver import Receiver
@@ -58,18 +60,19 @@ def heads_of(kv_heads: int, ranks: int) -> list[tuple[int, int]]:
 
 def _into(out: torch.Tensor | None, kv: torch.Tensor) -> torch.Tensor:
     """A contiguous copy, in the buffer where there is one."""
-    return kv.contiguous() if out is None else out.view(kv.dtype).view(kv.shape).copy_(kv)
+    return kv.contiguous() if out is None else plain(out.view(kv.dtype)).view(kv.shape).copy_(plain(kv)).view(kv.dtype)
 
 
 class TensorStore:
-    """A pool as one plain tensor [layers, 2, blocks, heads, block_size, head_dim], written token by token."""
+    """A pool as one plain tensor [layers, 2, blocks, heads, block_size, row], written token by token."""
 
     def __init__(self, shape: KVLayout, rank: int, blocks: int) -> None:
         low, high = shape.head_ranges[rank]
         self.block_size = shape.block_size
-        self.dtype = getattr(torch, shape.dtype)
+        self.dtype = KV_DTYPES[shape.dtype]
         self.device = torch.device("cpu")
-        self.data = torch.zeros(shape.layers, 2, blocks, high - low, shape.block_size, shape.head_dim, dtype=self.dtype)
+        width = row_width(shape.head_dim, self.dtype)
+        self.data = torch.zeros(shape.layers, 2, blocks, high - low, shape.block_size, width, dtype=self.dtype)
         self.writes = 0
 
     def _slots(self, blocks: Sequence[int], tokens: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,8 +91,8 @@ class TensorStore:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         block, offset = self._slots(blocks, tokens)
-        picked = self.data[slice(*layers)][:, :, block, :, offset]  # [tokens, layers, 2, heads, dim]
-        return _into(out, picked[:, :, :, slice(*heads)].permute(1, 2, 3, 0, 4))
+        picked = plain(self.data)[slice(*layers)][:, :, block, :, offset].view(self.dtype)
+        return _into(out, picked[:, :, :, slice(*heads)].permute(1, 2, 3, 0, 4))  # from [tokens, layers, 2, heads, row]
 
     def scatter(
         self,
@@ -102,12 +105,12 @@ class TensorStore:
         self.writes += 1
         payload = self._shaped(payload, layers, heads, tokens)
         for index, (block, offset) in enumerate(zip(*self._slots(blocks, tokens), strict=True)):
-            self.data[slice(*layers), :, block, slice(*heads), offset] = payload[:, :, :, index]
+            plain(self.data)[slice(*layers), :, block, slice(*heads), offset] = plain(payload)[:, :, :, index]
 
     def _shaped(
         self, payload: torch.Tensor, layers: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int]
     ) -> torch.Tensor:
-        """What `gather` returned, also into a buffer, as [layers, 2, heads, tokens, head_dim]."""
+        """What `gather` returned, also into a buffer, as [layers, 2, heads, tokens, row]."""
         spans = [stop - start for start, stop in (layers, heads, tokens)]
         return payload.reshape(-1).view(self.dtype).view(spans[0], 2, spans[1], spans[2], self.data.shape[5])
 
@@ -270,12 +273,11 @@ def rig(
     blocks = {side: block_count(tokens, shape.block_size) + 2 for side, shape in (("p", prefill), ("d", decode))}
     sources = [store(prefill, rank, blocks["p"]) for rank in range(prefill.tensor_parallel)]
     targets = [store(decode, rank, blocks["d"]) for rank in range(decode.tensor_parallel)]
-    whole = torch.randn(prefill.layers, 2, blocks["p"], prefill.kv_heads, prefill.block_size, prefill.head_dim).to(
-        sources[0].dtype
-    )
+    whole = torch.randn(prefill.layers, 2, blocks["p"], prefill.kv_heads, prefill.block_size, prefill.head_dim)
     whole[whole == 0] = 1
+    whole = convert(whole, sources[0].dtype)
     for source, (low, high) in zip(sources, prefill.head_ranges, strict=True):
-        source.data.copy_(whole[:, :, :, low:high])
+        plain(source.data).copy_(plain(whole)[:, :, :, low:high])
     sent = [Events() for _ in sources]
     received = [Events() for _ in targets]
     receivers = [
