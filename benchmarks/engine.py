@@ -1,6 +1,7 @@
 """The bare engine on one core against this machine's limits, measured in the same run; one row a case.
 
     .venv/bin/python benchmarks/engine.py [--model smollm2-135m-instruct] [--dtype bfloat16] [--repeats 5]
+    .venv/bin/python benchmarks/engine.py --kv-dtype bfloat16 int8 fp8     decode beside each other, by the pool's type
 
 Prefill is compared with the best matrix product of the model's largest layer (2 FLOPs per weight and token), decode
 with reading every weight and the batch's KV once at the machine's read bandwidth. Medians after a warm-up.
@@ -21,7 +22,7 @@ from functools import partial
 
 import torch
 from baton.benchmarks import engine_compare
-from baton.engine.paged_kv import DTYPES
+from baton.engine.paged_kv import DTYPES, KV_DTYPES, bytes_per_block
 from baton.engine.params import EngineParams, Quantization
 from baton.engine.ranks import SingleRank
 from baton.engine.runner import Runner
@@ -45,7 +46,7 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def load(model: str, dtype: str, quantization: Quantization, threads: int = 1) -> Runner:
+def load(model: str, dtype: str, quantization: Quantization, threads: int = 1, kv_dtype: str = "auto") -> Runner:
     """One rank, room for the largest case."""
     blocks = max(batch * (-(-(context + engine_compare.NEW) // BLOCK)) for batch, context in BATCHES)
     params = EngineParams(
@@ -57,7 +58,7 @@ def load(model: str, dtype: str, quantization: Quantization, threads: int = 1) -
         block_size=BLOCK,
         kv_blocks=blocks,
         kv_bytes=0,
-        kv_dtype="auto",
+        kv_dtype=kv_dtype,
         max_model_len=None,
         batch_invariant=True,
         prefix_cache=False,
@@ -129,12 +130,27 @@ def against_limits(runner: Runner, model: str, dtype_name: str, repeats: int) ->
         )
 
 
+def beside_each_other(runners: dict[str, Runner], repeats: int) -> None:
+    """Prints decode with pools of several types, in turns: one row for each case."""
+    sizes = ", ".join(f"{kind} {bytes_per_block(runner.layout, 0) // BLOCK}" for kind, runner in runners.items())
+    print(f"bytes of KV a token: {sizes}; 1 thread, {kernels()}")
+    for batch, context in BATCHES:
+        plan = steps(batch, context - 1, 1)
+        took: dict[str, list[float]] = {kind: [] for kind in runners}
+        for _ in range(repeats):
+            for kind, runner in runners.items():
+                took[kind].append(seconds(partial(runner.decode, plan), 3))
+        rates = ", ".join(f"{kind} {batch / statistics.median(times):6.0f}" for kind, times in took.items())
+        print(f"decode batch {batch:3}, context {context:5}: {rates} tokens/s")
+
+
 def main() -> None:
     """Prints what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--quantization", default="none", choices=("none", "w8a8", "int4"), help="of our weights")
+    parser.add_argument("--kv-dtype", nargs="+", choices=tuple(KV_DTYPES), help="pools to measure decode with, only")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer-python")
     parser.add_argument("--peer-model")
@@ -145,6 +161,10 @@ def main() -> None:
         parser.error("--peer-python and --peer-model go together")
     if (args.llama_bench is None) != (args.llama_model is None):
         parser.error("--llama-bench and --llama-model go together")
+    if args.kv_dtype:
+        kinds = {kind: load(args.model, args.dtype, args.quantization, kv_dtype=kind) for kind in args.kv_dtype}
+        beside_each_other(kinds, args.repeats)
+        return
     runner = load(args.model, args.dtype, args.quantization)
     against_limits(runner, args.model, args.dtype, args.repeats)
     if args.peer_python:

@@ -1,9 +1,10 @@
-"""What quantised weights cost in quality: `.venv/bin/python benchmarks/quality.py`.
+"""What quantised weights and KV cost in quality: `.venv/bin/python benchmarks/quality.py [--kv-dtype int8 fp8]`.
 
 The model reads a fixed text (quality.txt beside this file), in windows that each start anew. For every quantisation it
 prints the perplexity of the text, how often the likeliest next token is that of bfloat16, how often it is among those
 places where bfloat16's own lead over its second choice is more than ten percent, and the mean divergence
-KL(bfloat16 || quantised) in nats per token.
+KL(bfloat16 || quantised) in nats per token. With --kv-dtype the rows are pools of these types under bfloat16 weights;
+whatever a token attends to has been through the pool, tokens of its own step too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from baton.engine.batch import BatchTensors
 from baton.engine.model import Model
 from baton.engine.model_config import load_config
-from baton.engine.paged_kv import PagedKV
+from baton.engine.paged_kv import KV_DTYPES, PagedKV
 from baton.engine.params import EngineParams, Quantization
 from baton.engine.partition import head_ranges
 from baton.engine.ranks import SingleRank
@@ -35,7 +36,7 @@ LEAD = 0.1
 class Reader:
     """A model with a pool for one window."""
 
-    def __init__(self, model: str, quantization: Quantization, window: int) -> None:
+    def __init__(self, model: str, quantization: Quantization, window: int, kv_dtype: str = "bfloat16") -> None:
         source = resolve(model)
         config = load_config(source)
         params = EngineParams(
@@ -47,7 +48,7 @@ class Reader:
             block_size=BLOCK,
             kv_blocks=-(-window // BLOCK),
             kv_bytes=0,
-            kv_dtype="auto",
+            kv_dtype=kv_dtype,
             max_model_len=None,
             batch_invariant=True,
             prefix_cache=False,
@@ -62,7 +63,7 @@ class Reader:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             rope=config.rope.describe(),
-            dtype="bfloat16",
+            dtype=kv_dtype,
             block_size=BLOCK,
             head_ranges=head_ranges(config.kv_heads, 1),
         )
@@ -79,17 +80,24 @@ class Reader:
 
 
 def main() -> None:
-    """Prints a row for each quantisation."""
+    """Prints a row for each quantisation, or pool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--window", type=int, default=512, help="tokens")
+    parser.add_argument("--kv-dtype", nargs="+", choices=tuple(KV_DTYPES), help="of the pools to compare")
     args = parser.parse_args()
     tokens = Tokenizer.load(resolve(args.model)).encode(args.text.read_text(), special=False, bos=None)
     windows = [tokens[at : at + args.window] for at in range(0, len(tokens), args.window)]
     exact = Reader(args.model, "none", args.window)
     expected = [exact.log_probabilities(window) for window in windows]
     print(f"{args.model}: {len(tokens)} tokens of {args.text.name}, windows of {args.window}")
+    if args.kv_dtype:
+        report("bf16", windows, expected, expected)
+        for kind in args.kv_dtype:
+            pool = Reader(args.model, "none", args.window, kind)
+            report(kind, windows, expected, [pool.log_probabilities(window) for window in windows])
+        return
     quantizations: tuple[Quantization, ...] = ("none", "w8a8", "int4")
     for quantization in quantizations:
         reader = exact if quantization == "none" else Reader(args.model, quantization, args.window)

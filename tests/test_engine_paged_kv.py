@@ -86,15 +86,15 @@ def test_rows_with_codes_move_as_they_are(dtype: str, pages: str) -> None:
     source, target = pools
     whole = plain(source.data).copy_(torch.arange(source.data.numel()).view(source.data.shape) % 251)
     blocks, span = [5, 2, 7, 0, 1], ((0, LAYERS), (0, 2), (3, 19))
-    kv = source.gather(blocks, *span)
-    assert (kv.dtype, kv.shape) == (source.dtype, (LAYERS, 2, 2, 16, DIM + 4))
+    moved = source.gather(blocks, *span)
+    assert (moved.dtype, moved.shape) == (source.dtype, (LAYERS, 2, 2, 16, DIM + 4))
     rows = torch.stack([plain(whole)[:, :, blocks[t // 4], :, t % 4] for t in range(3, 19)], dim=3)
-    assert torch.equal(plain(kv), plain(rows))
-    target.scatter([8, 3], *span, kv)
+    assert torch.equal(plain(moved), plain(rows))
+    target.scatter([8, 3], *span, moved)
     target.copy_blocks([(8, 0), (3, 4)])
-    assert torch.equal(plain(target.gather([0, 4], *span)), plain(kv))
-    out = torch.empty(kv.numel(), dtype=torch.uint8)
-    assert torch.equal(target.gather([8, 3], *span, out), plain(kv).flatten())
+    assert torch.equal(plain(target.gather([0, 4], *span)), plain(moved))
+    out = torch.empty(moved.numel(), dtype=torch.uint8)
+    assert torch.equal(target.gather([8, 3], *span, out), plain(moved).flatten())
 
 
 def test_parts_of_layers_and_heads() -> None:

@@ -35,6 +35,10 @@ def check(alone: Monolithic, prompt: Sequence[int], answer: Answer, **changes: A
     assert answer.reasons == [choice.finish_reason for choice in expected]
 
 
+INT8: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "kv_dtype": "int8",
+}  # bits hold for any batch
 SAMPLED = {"n": 3, "temperature": 1.0, "seed": 11, "repetition_penalty": 1.2, "max_tokens": 10}
 
 
@@ -99,6 +103,7 @@ async def test_what_was_reaped_is_refused_and_computed_by_a_new_leg(tiny_dir: Pa
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # engine of the first and of the second decode worker
     "tp-1-to-2": ({}, {"tensor_parallel": 2}),
     "tp-2-to-1-blocks-4-to-8": ({"tensor_parallel": 2}, {"block_size": 8, "kv_blocks": 32}),
+    "int8-pools-blocks-4-to-8": (INT8, {"block_size": 8, "kv_blocks": 32, **INT8}),
 }
 
 
@@ -108,7 +113,9 @@ async def test_choices_move_to_another_decode_worker_and_back(tiny_dir: Path, al
     changes = SAMPLED | {"max_tokens": 40}
     prompt = prompt_of(21)
     engines = [engine_params(tiny_dir, **engine) for engine in MOVES[row]]
-    async with crew(prefill_params(engine_params(tiny_dir)), *map(decode_params, engines)) as all_:
+    kinds = INT8 if row.startswith("int8") else {}
+    alone = Monolithic(tiny_dir, **kinds) if kinds else alone
+    async with crew(prefill_params(engine_params(tiny_dir, **kinds)), *map(decode_params, engines)) as all_:
         one, answer = leg_message(prompt, sampling(**changes)), Answer()
         here, there = all_.decodes
         await all_.start(one, here)
@@ -198,12 +205,14 @@ FETCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # prefill engine,
     "tp-1-to-2": ({}, {"tensor_parallel": 2}),
     "tp-2-to-1-blocks-8-to-4": ({"tensor_parallel": 2, "block_size": 8, "kv_blocks": 32}, {}),
     "no-prefix-cache-here": ({"prefix_cache": False}, {}),
+    "int8-pools-blocks-8-to-4": ({"block_size": 8, "kv_blocks": 32, **INT8}, INT8),
 }
 
 
 @pytest.mark.parametrize("row", FETCHES)
 async def test_the_second_turn_computes_only_the_new_message(tiny_dir: Path, alone: Monolithic, row: str) -> None:
     prefill_engine, decode_engine = (engine_params(tiny_dir, **engine) for engine in FETCHES[row])
+    alone = Monolithic(tiny_dir, **INT8) if row.startswith("int8") else alone
     prefill = prefill_params(prefill_engine, fetch_min_tokens=4)
     async with crew(prefill, decode_params(decode_engine)) as all_:
         prompt, first, second = prompt_of(21), Answer(), Answer()

@@ -109,6 +109,20 @@ def test_kv_04_the_configuration_reaches_the_pools_and_the_wire(tiny_dir: Path, 
             assert answer.timing.kv_bytes == length * 2 * 2 * 2 * (16 + 4)
 
 
+@pytest.mark.slow
+def test_kv_04_a_cluster_with_int8_pools_equals_one_local_run(tiny_dir: Path, tmp_path: Path) -> None:
+    """Blocks of unequal size, and prefix hits on both sides."""
+    local = Monolithic(tiny_dir, dtype="bfloat16", kv_dtype="int8")
+    changes = {"model.dtype": "bfloat16", "kv.dtype": "int8", "pools.decode.block_size": 8}
+    with running(tmp_path / "rig", merged(tiny_config(tiny_dir), changes)) as rig:
+        for length in (*LENGTHS, 70, 33, 70):
+            (expected,) = local.run(prompt_of(length), max_tokens=COUNT)
+            wanted = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+            answer = rig.client.generate(token_ids=prompt_of(length), **wanted)
+            assert answer.token_ids == expected.token_ids
+            assert answer.timing.kv_bytes % (2 * 2 * 2 * (16 + 4)) == 0  # layers x (k, v) x heads x row
+
+
 # What rounding K and V costs in logits of the tiny model (they spread over +-10), by the pool's dtype.
 TOLERANCE = {"float16": 0.05, "bfloat16": 0.4, "float32": 1e-4, "int8": 0.4, "fp8": 3.0}
 
