@@ -20,28 +20,31 @@ INLINE int64_t whole(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 /* The first `left` of 32 numbers. */
 INLINE __mmask32 words(int64_t left) { return left < 2 * LANES ? (__mmask32)((1u << left) - 1) : 0xffffffff; }
 
-INLINE __m512i from_int8(__m256i codes) {
-    __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes));
-    __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1));
-    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+/* Pairs of codes, one in the low byte of each word, as bfloat16, which holds every code. */
+INLINE __m512i from_int8(__m512i codes) {
+    __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(codes, 24), 24);
+    __m512i high = _mm512_srai_epi32(_mm512_slli_epi32(codes, 8), 24);
+    __m512i even = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(low)), 16);
+    return _mm512_mask_mov_epi16(even, 0xaaaaaaaa, _mm512_castps_si512(_mm512_cvtepi32_ps(high)));
 }
 
 /* Another bias moves e4m3's exponent; its subnormal numbers m * 2^-9 stand in a table. */
-INLINE __m512i from_fp8(__m256i codes) {
+INLINE __m512i from_fp8(__m512i codes) {
     const __m512i subnormal = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-    __m512i code = _mm512_cvtepu8_epi16(codes), size = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+    __m512i size = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
     __m512i number = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
-    __mmask32 low = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
+    __mmask32 low = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
     number = _mm512_mask_permutexvar_epi16(number, low, size, subnormal);
-    return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), code), 8));
+    return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), codes), 8));
 }
 
-/* Numbers `which` of the 32 at `p`, as bfloat16, which holds every code; zeros for the others. */
+INLINE __m512i from_codes(__m512i codes, const int64_t dtype) { return dtype == INT8 ? from_int8(codes) : from_fp8(codes); }
+
+/* Numbers `which` of the 32 at `p`, as bfloat16; zeros for the others. */
 INLINE __m512i load_words(const char *p, __mmask32 which, const int64_t dtype) {
     if (dtype == BFLOAT16)
         return _mm512_maskz_loadu_epi16(which, p);
-    __m256i codes = _mm256_maskz_loadu_epi8(which, p);
-    return dtype == INT8 ? from_int8(codes) : from_fp8(codes);
+    return from_codes(_mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(which, p)), dtype);
 }
 #endif
 
@@ -79,9 +82,40 @@ INLINE void ask(struct ahead *w) {
     }
 }
 
+#if PAIRS
+/* Keys of codes as columns: rows become columns four codes at a time, and these then two units. */
+INLINE void load_coded_keys(const struct attention *a, const struct places *here, struct ahead *next, const char *pool,
+                            int64_t units, unit *to, const int64_t dtype) {
+    const __m512i low = _mm512_set4_epi32(0x800d800c, 0x80098008, 0x80058004, 0x80018000);
+    const __m512i high = _mm512_add_epi8(low, _mm512_set1_epi16(2));
+    for (int64_t key = 0; key < TILE; key += LANES)
+        for (int64_t at = 0; 2 * at < units; at += LANES) {
+            int64_t left = a->head_dim - 4 * at;
+            __mmask64 which = left < 4 * LANES ? (1ull << left) - 1 : ~0ull;
+            vec rows[LANES];
+            for (int64_t i = 0; i < LANES; i++)
+                rows[i] = (vec)_mm512_maskz_loadu_epi8(which, pool + here->offset[key + i] + 4 * at);
+            for (int64_t i = 0; i < LANES; i += 4)
+                ask(next);
+            v_transpose(rows);
+            for (int64_t i = 0; i < LANES && 2 * (at + i) < units; i++) {
+                unit *column = to + 2 * (at + i) * TILE + key;
+                v_store(column, (vec)from_codes(_mm512_shuffle_epi8((__m512i)rows[i], low), dtype));
+                v_store(column + TILE, (vec)from_codes(_mm512_shuffle_epi8((__m512i)rows[i], high), dtype));
+            }
+        }
+}
+#endif
+
 /* Keys as columns; those behind the end of the sequence are masked later. */
 INLINE void load_keys(const struct attention *a, const struct places *here, struct ahead *next, const char *pool,
                       int64_t units, unit *to, const int64_t dtype) {
+#if PAIRS
+    if (is_coded(dtype)) {
+        load_coded_keys(a, here, next, pool, units, to, dtype);
+        return;
+    }
+#endif
     for (int64_t key = 0; key < TILE; key += LANES)
         for (int64_t at = 0; at < units; at += LANES) {
             vec rows[LANES];
