@@ -11,12 +11,11 @@ def _record(prefill: str, decode: str, *, commit_first: bool = False) -> Record:
     record = Record(100.0, 8, 1)
     first = pb.FirstTokens(leg=pb.LegRef(attempt=1), drawn_at=5.0)
     committed = pb.Committed(leg=pb.LegRef(attempt=1), at=5.25, bytes=10, frames=2)
-    news = [
-        lambda: record.prefilled(first, 101.0, prefill),
-        lambda: record.committed(committed, 103.0, decode),
-    ]
-    for event in reversed(news) if commit_first else news:
-        event()
+    if commit_first:
+        record.committed(committed, 103.0, decode)
+    record.prefilled(first, 101.0, prefill)
+    if not commit_first:
+        record.committed(committed, 103.0, decode)
     record.stepped(1, [pb.Token(index=0)], 5.25, 103.0, decode)  # the repetition of token 1
     record.stepped(1, [pb.Token(index=1)], 5.5, 104.0, decode)
     record.stepped(1, [pb.Token(index=2)], 5.75, 105.0, decode)
