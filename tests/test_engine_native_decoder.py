@@ -78,7 +78,7 @@ def test_the_bits_of_the_parts(
     assert_same_bits(together.pools[0].data[:, :, 10:48], apart.pools[0].data[:, :, 10:48], "keys and values")
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8", "fp8"])
 def test_pools_of_another_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kv_dtype: str) -> None:
     together, apart = _rigs(monkeypatch, _model(tmp_path), kv_dtype=kv_dtype)
     assert_same_bits(_mixture(together), _mixture(apart), kv_dtype)
