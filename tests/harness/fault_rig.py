@@ -39,7 +39,7 @@ STAGES = {
 _NEIGHBOUR_DEADLINE_S = 90.0
 _NEIGHBOUR_TOKENS = 200
 _STEP_S = 0.01  # of a decode batch, at least
-_CRAWL_S = 0.25  # the same while the neighbours must not come to their end
+_CRAWL_S = 0.15  # the same while the neighbours must not come to their end
 _SETTLE_S = 60.0  # a worker that ended starts again beside others
 _BLOCK = 2 * 2 * 2 * 4 * 16 * 4
 
@@ -72,7 +72,9 @@ class FaultRig:
         point = STAGES[case.stage]
         try:
             self.gates.close("decode.step")
-            neighbours = [self._neighbour(i) for i in range(2)]
+            neighbours = [Reader(self.rig, ids(6 + i), _NEIGHBOUR_TOKENS, _NEIGHBOUR_DEADLINE_S) for i in range(2)]
+            for neighbour in neighbours:
+                neighbour.wait_tokens(3)
             self._until(self._one_on_each, "the neighbours are not on different workers")
             self._until(lambda: not any(self._held().values()), "the neighbours' hand-overs do not end")
             self.gates.close(point)
@@ -107,12 +109,6 @@ class FaultRig:
         else:
             assert outcome.answer.token_ids == self.expected(prompt, count)
         assert outcome.took_s < within_s
-
-    def _neighbour(self, number: int) -> Reader:
-        """A stream in mid-answer."""
-        reader = Reader(self.rig, ids(6 + number), _NEIGHBOUR_TOKENS, _NEIGHBOUR_DEADLINE_S)
-        reader.wait_tokens(3)
-        return reader
 
     @contextmanager
     def _broken(self, case: Case, standing: str) -> Iterator[None]:
