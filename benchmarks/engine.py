@@ -53,6 +53,7 @@ def load(model: str, dtype: str, quantization: Quantization, threads: int = 1, k
         model_path=model,
         dtype=dtype,
         quantization=quantization,
+        sparsity="auto",
         device="cpu",
         threads=threads,
         block_size=BLOCK,

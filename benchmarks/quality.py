@@ -43,6 +43,7 @@ class Reader:
             model_path=model,
             dtype="bfloat16",
             quantization=quantization,
+            sparsity="auto",
             device="cpu",
             threads=torch.get_num_threads(),
             block_size=BLOCK,

@@ -46,6 +46,7 @@ class LocalModel:
         from ..engine.local import LocalEngine
         from ..engine.ranks import SingleRank
         from ..engine.runner import Runner
+        from ..engine.speculation_start import start_speculation
 
         logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="baton: %(message)s")
         with StartProgress(verbose=False) as progress:
@@ -56,8 +57,9 @@ class LocalModel:
             tokenizer = Tokenizer.load(resolve(params.model_path))
             runner = Runner(params, SingleRank(), loading, None)
             runner.warm_up()
+            speculator = start_speculation(spec.speculation_params(config), params, runner)
         pool = BlockPool(runner.blocks, params.block_size, params.prefix_cache)
-        engine = LocalEngine(runner, pool, runner.kv.copy_blocks)
+        engine = LocalEngine(runner, pool, runner.kv.copy_blocks, speculator)
         return LocalModel(runner, pool, engine, tokenizer, config.pools.prefill.max_batch_tokens)
 
     def answer(self, messages: Sequence[Message], wanted: Wanted) -> Pieces:

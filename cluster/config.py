@@ -32,6 +32,7 @@ class ModelSection(Section):
     name: Text | None = None  # what clients call it; None: from the path
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     quantization: Literal["none", "w8a8", "int4"] = "none"  # of linear layers, when they are loaded; cpu and bfloat16
+    sparsity: Literal["auto", "none", "2:4"] = "auto"  # of linear weights, on GPUs; auto: where the checkpoint says 2:4
     max_model_len: Annotated[int, Field(ge=8)] | None = None  # tokens; None: what the model was trained for
 
 
@@ -85,12 +86,21 @@ class PoolsSection(Section):
     decode: DecodePool = DecodePool()
 
 
+class SpeculationSection(Section):
+    """Speculative decoding: tokens that are proposed and checked several in a step. The answers stay the same."""
+
+    method: Literal["none", "prompt_lookup", "draft"] = "none"
+    max_tokens: Annotated[int, Field(ge=1, le=64)] = 8  # proposed for a sequence in one step, at most
+    draft_model: Text | None = None  # for method draft: like model.path, with the same tokenizer
+    draft_memory: Bytes = 2**28  # of the draft model's own KV pool
+
+
 class EngineSection(Section):
     """How the model is run."""
 
     batch_invariant: bool = True  # the same bits whatever the batch, the chunks and the blocks
     prefix_cache: bool = True
-    speculation: Literal["none"] = "none"
+    speculation: SpeculationSection = SpeculationSection()  # of decode workers
     layer_group: Count = 4  # layers whose KV is sent together
     rank_timeout: Duration = 10.0  # of one exchange among the ranks of a worker
 
@@ -246,8 +256,17 @@ class Config(Section):
     @property
     def model_path(self) -> str:
         """`model.path` for text.source.resolve: a path relative to the configuration's folder, if there is one."""
-        beside = self._folder / Path(self.model.path).expanduser()
-        return str(beside) if beside.exists() else self.model.path
+        return self._model_at(self.model.path)
+
+    @property
+    def draft_model_path(self) -> str:
+        """`engine.speculation.draft_model`, likewise; empty where there is none."""
+        path = self.engine.speculation.draft_model
+        return "" if path is None else self._model_at(path)
+
+    def _model_at(self, path: str) -> str:
+        beside = self._folder / Path(path).expanduser()
+        return str(beside) if beside.exists() else path
 
     @property
     def ranks(self) -> int:

@@ -15,7 +15,8 @@ _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 def mistakes(config: Config) -> dict[str, str]:
     """Dotted key -> what is wrong with its value beside the others."""
-    return _ports(config) | _launcher(config) | _model(config) | _transport(config) | _pools(config) | _clocks(config)
+    engine = _model(config) | _speculation(config)
+    return _ports(config) | _launcher(config) | engine | _transport(config) | _pools(config) | _clocks(config)
 
 
 def _ports(config: Config) -> dict[str, str]:
@@ -56,10 +57,23 @@ def _model(config: Config) -> dict[str, str]:
     model, devices = config.model, (config.pools.prefill.device, config.pools.decode.device)
     if model.quantization == "none":
         return {}
+    if model.sparsity == "2:4":
+        return {"model.sparsity": f"is 2:4, which needs model.quantization none, not {model.quantization}"}
     if model.dtype != "bfloat16":
         return {"model.quantization": f"is {model.quantization}, which needs model.dtype bfloat16, not {model.dtype}"}
     if "cuda" in devices:
         return {"model.quantization": f"is {model.quantization}, which runs on CPUs only, but a pool has device cuda"}
+    return {}
+
+
+def _speculation(config: Config) -> dict[str, str]:
+    section, key = config.engine.speculation, "engine.speculation"
+    if section.method == "draft" and section.draft_model is None:
+        return {f"{key}.method": f"is draft, which needs a model that proposes; give {key}.draft_model"}
+    if section.method != "draft" and section.draft_model is not None:
+        return {f"{key}.draft_model": f"is {section.draft_model}, but {key}.method is {section.method}; use draft"}
+    if section.method == "draft" and section.draft_memory < 2**10:
+        return {f"{key}.draft_memory": f"is {show_bytes(section.draft_memory)}, too little for a KV pool"}
     return {}
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from ..decode_worker.params import DecodeParams
-from ..engine.params import EngineParams
+from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
 from ..router.params import RequestLimits, RouterParams
@@ -116,6 +116,7 @@ def _engine(config: Config, role: str) -> EngineParams:
         model_path=config.model_path,
         dtype=config.model.dtype,
         quantization=config.model.quantization,
+        sparsity=config.model.sparsity,
         device=section.device,
         threads=threads(config, role),
         block_size=section.block_size if section.block_size is not None else config.kv.block_size,
@@ -135,6 +136,12 @@ def local_engine(config: Config) -> EngineParams:
     wanted = config.pools.decode.threads
     cores = available_cores() if wanted == "auto" else wanted
     return replace(_engine(config, "decode"), tensor_parallel=1, threads=cores)
+
+
+def speculation_params(config: Config) -> SpeculationParams:
+    """What a decode worker, or an engine that does the work of both pools, proposes."""
+    section = config.engine.speculation
+    return SpeculationParams(section.method, section.max_tokens, config.draft_model_path, section.draft_memory)
 
 
 def _tls(config: Config) -> TLSFiles | None:
@@ -194,6 +201,7 @@ class SpecBuilder:
                 max_sequences=pools.decode.max_sequences,
                 reserve_wait_s=self._config.clocks.reserve,
                 commit_timeout_s=self._config.clocks.commit,
+                speculation=speculation_params(self._config),
             )
             return WorkerSpec(role, worker_id, rank, leader, own, None, decode)
         prefill = PrefillParams(

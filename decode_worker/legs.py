@@ -15,7 +15,7 @@ sends is freed, or joins the batch, only after both have been ended.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -31,6 +31,9 @@ from .effects import CancelSend, Copy, Effect, Expect, Forget, Send, Tell, faile
 from .intake import Intake, Reservation, refuse_what_never_fits
 from .outgoing import Outgoing
 from .scheduler import DecodeScheduler, SequenceId
+
+# How many tokens may be proposed for each sequence of a step, beyond the one that it draws in any case.
+Ahead = Callable[[Sequence[SequenceId]], Mapping[SequenceId, int]]
 
 
 @dataclass(slots=True)
@@ -207,33 +210,41 @@ class DecodeLegs:
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
-    def plan(self) -> tuple[list[SequenceStep], list[Effect]]:
-        """What the engine runs next, and who was taken out of the batch before or preempted for it."""
+    def plan(self, ahead: Ahead | None = None) -> tuple[list[SequenceStep], list[Effect]]:
+        """What the engine runs next, and who was taken out of the batch before or preempted for it.
+
+        The steps have no proposals yet; their blocks have room for as many as `ahead` says, where blocks are to spare.
+        """
         held = [effect for name in self._leaving for effect in self._park(name)]
         self._leaving.clear()
         plan = self.scheduler.plan(self)
         self._stalled = bool(plan.stalled)
+        if ahead is not None:
+            self.scheduler.look_ahead(self, ahead(plan.run))
         told, self._told = held + self._told, []
         return [self._step_for(self._running[name]) for name in plan.run], told
 
     def computed(
         self, steps: Sequence[SequenceStep], drawn: Sequence[Sequence[SampledToken]], now: float
     ) -> list[Effect]:
-        """A planned step ran; `drawn` has one row for each. Sequences that are gone are skipped."""
+        """A planned step ran; `drawn` has one row for each, of one token or, where proposals stood, more. What follows
+        the end of a sequence is dropped, and sequences that are gone are skipped."""
         self.steps += 1
         said: dict[int, pb.Tokens] = {}
         for step, row in zip(steps, drawn, strict=True):
-            (sampled,) = row
-            name = ((step.request_id, step.attempt, step.first_choice), sampled.choice)
+            name = ((step.request_id, step.attempt, step.first_choice), row[0].choice)
             running = self._running.get(name)
             if running is None:
                 continue
-            self.scheduler.advance([name], 1)
-            token = token_message(running.leg, sampled, len(running.generated))
-            running.generated.append(sampled.token_id)
-            said.setdefault(running.session, pb.Tokens(at=now)).tokens.append(_step_token(running.leg, token))
-            if token.finish_reason:
-                self._leave(name)
+            told = said.setdefault(running.session, pb.Tokens(at=now)).tokens
+            for sampled in row:
+                self.scheduler.advance([name], 1)
+                token = token_message(running.leg, sampled, len(running.generated))
+                running.generated.append(sampled.token_id)
+                told.append(_step_token(running.leg, token))
+                if token.finish_reason:
+                    self._leave(name)
+                    break
         return [Tell(session, pb.WorkerEvent(tokens=tokens)) for session, tokens in said.items()]
 
     # ---- Blocks, for the scheduler ---------------------------------------------------------------------------------

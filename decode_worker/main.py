@@ -13,6 +13,7 @@ from ..engine.block_pool import BlockPool
 from ..engine.channel import FollowerChannel, LeaderChannel, Message, RankLost
 from ..engine.rank_start import RankParams, await_followers, start_follower, start_leader
 from ..engine.runner import Runner
+from ..engine.speculation_start import start_speculation
 from ..engine.step import unpack_plan
 from ..kv_transfer.ends import Ends, News, message_of
 from ..proto import worker_pb2 as pb
@@ -45,7 +46,9 @@ def run_leader(params: DecodeParams, report: Report, stop: Stop) -> None:
             addresses = (ends.receiver.address, *(ready[rank]["address"] for rank in sorted(ready)))
             issue = ends.issuer(addresses, params.commit_timeout_s)
             runner.warm_up()
-            engine = DecodeEngine(runner, ends.sender, ends.receiver, channel, issue, _book(params, runner), inbox)
+            speculator = start_speculation(params.speculation, params.engine, runner)
+            legs = _book(params, runner)
+            engine = DecodeEngine(runner, ends.sender, ends.receiver, channel, issue, legs, inbox, speculator)
             _serve(params, runner, engine, channel, inbox, report, stop)
         finally:
             ends.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.params import EngineParams
+from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TransferParams
 
 
@@ -26,3 +26,4 @@ class DecodeParams:
     max_sequences: int  # choices that run, or hold a reservation, at the same time
     reserve_wait_s: float  # longest wait for blocks before a reservation is refused
     commit_timeout_s: float  # from ticket to commit, or from one sign of progress to the next; also of held blocks
+    speculation: SpeculationParams

@@ -9,11 +9,13 @@ needs one more. When none is free:
 A sequence that was resumed (it lost its blocks once, or its worker) holds all the blocks it can ever need from the
 start: it never asks, and it is never preempted. So a request is preempted at most once on its way to the end, the
 oldest fresh sequence always gets what it needs before newer ones, and resumed ones always run: the batch never stops.
+
+Tokens that are proposed ahead (speculative decoding) use what is left: nobody is preempted or kept out for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,6 +116,19 @@ class DecodeScheduler:
         blocks.grow(sequence.id)
         sequence.blocks += 1
         return True
+
+    def look_ahead(self, blocks: Blocks, lengths: Mapping[SequenceId, int]) -> None:
+        """After `plan`: room for so many more tokens of a sequence than the next one, as far as there is any.
+
+        A block is taken only while as many others stay free as there are sequences: each may need one in the next step.
+        A sequence that takes one early does not take it later, so it is ahead by a block at most.
+        """
+        for name, length in lengths.items():
+            sequence = self._batch[name]
+            wanted = min(sequence.tokens + 1 + length, sequence.limit)
+            while wanted > sequence.blocks * self._block_size and blocks.free > len(self._batch):
+                blocks.grow(name)
+                sequence.blocks += 1
 
     def advance(self, sequences: Iterable[SequenceId], steps: int) -> None:
         """`steps` steps ran for these sequences; those that have left meanwhile are skipped."""

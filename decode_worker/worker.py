@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from ..engine.channel import LeaderChannel
 from ..engine.rank_start import RankMessage
 from ..engine.runner import Runner
+from ..engine.speculation import Speculator
 from ..engine.step import SequenceStep
 from ..kv_transfer.ends import IssueTicket, News, news_of
 from ..kv_transfer.events import Abandoned, FirstTokensArrived, RankComplete, ReceiveFailed, SendFailed, Sent
@@ -43,6 +44,7 @@ class DecodeEngine:
         issue: IssueTicket,
         legs: DecodeLegs,
         inbox: queue.SimpleQueue[object],
+        speculator: Speculator | None = None,
     ) -> None:
         self._runner = runner
         self._sender = sender
@@ -51,6 +53,7 @@ class DecodeEngine:
         self._issue = issue
         self._legs = legs
         self._inbox = inbox
+        self._speculator = speculator
         self._events: Events = {}
         self._steps: list[SequenceStep] = []  # scheduled
 
@@ -74,16 +77,20 @@ class DecodeEngine:
         """What is late fails, the batch gets the blocks that it needs, and the line what is left."""
         now = time.monotonic()
         self._perform(self._legs.expire(now))
-        self._steps, told = self._legs.plan()
+        self._steps, told = self._legs.plan(self._speculator.lengths if self._speculator else None)
         self._perform(told)
         self._perform(self._legs.admit(now))
         return bool(self._steps)
 
     def run(self) -> None:
-        """One token for each sequence of the batch."""
+        """One token for each sequence of the batch, or more where proposals stand."""
         reach("decode.step")
+        if self._speculator is not None:
+            self._steps = self._speculator.extend(self._steps)
         drawn = self._runner.decode(self._steps)
         ended_at = time.monotonic()
+        if self._speculator is not None:
+            self._speculator.observe(self._steps, drawn)
         reach("decode.step_done")
         drain_into(self._inbox, self)
         self._perform(self._legs.computed(self._steps, drawn, ended_at))
@@ -99,7 +106,12 @@ class DecodeEngine:
 
     def load(self) -> pb.Load:
         """The worker in numbers."""
-        return self._legs.load()
+        load = self._legs.load()
+        if self._speculator is not None:
+            load.spec_drafts = self._speculator.drafts
+            load.spec_draft_tokens = self._speculator.draft_tokens
+            load.spec_accepted_tokens = self._speculator.accepted_tokens
+        return load
 
     def fail_all(self, error: BatonError) -> None:
         """Only the routers are told: the ranks may be out of reach."""

@@ -21,7 +21,7 @@ class BatchTensors:
     cu_seqlens: list[int]  # S + 1 offsets into T
     context_lens: list[int]  # S: tokens of each sequence, the new ones included
     block_tables: list[list[int]]  # S: blocks[i] holds tokens [i * block_size, (i + 1) * block_size)
-    logit_rows: Tensor  # int64 [R]: indices into T, ascending; one for each step that draws
+    logit_rows: Tensor  # int64 [R]: indices into T, ascending; those of `SequenceStep.logit_rows`
 
     @staticmethod
     def build(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> BatchTensors:
@@ -41,9 +41,8 @@ class BatchTensors:
             tokens.extend(step.tokens)
             positions.extend(span)
             slots.extend(step.blocks[p // block_size] * block_size + p % block_size for p in span)
+            rows.extend(cu_seqlens[-1] + row for row in step.logit_rows)
             cu_seqlens.append(len(tokens))
-            if step.draw is not None:
-                rows.append(len(tokens) - 1)
         return BatchTensors(
             token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),

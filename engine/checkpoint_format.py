@@ -1,4 +1,5 @@
-"""How the linear weights of a Hugging Face checkpoint are quantised: what `quantization_config` says, checked."""
+"""How the linear weights of a Hugging Face checkpoint are stored, quantised or sparse: what `quantization_config` says,
+checked."""
 
 from __future__ import annotations
 
@@ -11,20 +12,22 @@ from typing import Any, Literal
 from ..proto.errors import ConfigError
 from .params import Quantization
 
-Layout = Literal["int8", "packed", "gptq", "awq"]
+Layout = Literal["int8", "packed", "gptq", "awq", "sparse24"]
 _SUPPORTED = "supported: compressed-tensors (w8a8 int8, 4-bit pack-quantized), gptq and awq with 4 bits"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """One of the layouts that weights_quantized.py reads."""
+    """One of the layouts that weights_quantized.py reads, or weights_sparse.py (sparse24)."""
 
-    layout: Layout  # int8 and packed are those of compressed-tensors
+    layout: Layout  # int8, packed and sparse24 are those of compressed-tensors
     zero_offset: int = 0  # what zero points in the file lack
 
     @property
     def quantization(self) -> Quantization:
         """What the engine computes with."""
+        if self.layout == "sparse24":
+            return "none"
         return "w8a8" if self.layout == "int8" else "int4"
 
 
@@ -51,8 +54,18 @@ def checkpoint_format(fields: Mapping[str, Any]) -> CheckpointFormat | None:
     return CheckpointFormat("gptq", 0 if config.get("checkpoint_format") == "gptq_v2" else 1)
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> CheckpointFormat:
+def declares_sparsity(directory: Path) -> bool:
+    """Whether config.json says that linear weights are 2:4 sparse, however they are stored."""
+    fields = json.loads((directory / "config.json").read_text())
+    found = fields.get("quantization_config")
+    sparsity = found.get("sparsity_config") if isinstance(found, Mapping) else None
+    return isinstance(sparsity, Mapping) and sparsity.get("sparsity_structure") == "2:4"
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> CheckpointFormat | None:
     groups = list((config.get("config_groups") or {}).values())
+    if not groups and config.get("sparsity_config"):
+        return _sparse(config["sparsity_config"])
     if len(groups) != 1 or not groups[0].get("weights"):
         raise ConfigError(f"unsupported quantization_config (compressed-tensors with {len(groups)} config_groups)")
     weights, rows = groups[0]["weights"], groups[0].get("input_activations")
@@ -72,6 +85,15 @@ def _compressed_tensors(config: Mapping[str, Any]) -> CheckpointFormat:
         return CheckpointFormat("int8")
     kind = f"{name}, {weights['num_bits']}-bit weights {'without' if rows is None else 'and'} quantised activations"
     raise ConfigError(f"unsupported quantization_config ({kind}); {_SUPPORTED}")
+
+
+def _sparse(sparsity: Mapping[str, Any]) -> CheckpointFormat | None:
+    """Weights that are pruned and not quantised: as bitmask and values, or with their zeros."""
+    _expect("compressed-tensors sparsity_config", sparsity, {"format": ("sparse-24-bitmask", "dense")})
+    if sparsity["format"] == "dense":
+        return None
+    _expect("compressed-tensors sparse-24-bitmask", sparsity, {"sparsity_structure": ("2:4",)})
+    return CheckpointFormat("sparse24")
 
 
 def _expect(name: str, config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:

@@ -7,14 +7,16 @@ prompt's blocks until they write, and preemption by recomputation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..proto.errors import InvalidRequest
 from ..proto.kv_layout import block_count
 from ..proto.sampling import SamplingParams, finish_reason
 from .block_pool import BlockPool
+from .proposer import SequenceName
 from .runner import Runner
+from .speculation import Speculator, name_of
 from .step import Draw, SampledToken, SequenceStep
 
 Request = tuple[list[int], SamplingParams]
@@ -53,12 +55,15 @@ class _Sequence:
 class LocalEngine:
     """A pool and a runner. `copy_blocks` copies blocks on every rank; with one rank it is `runner.kv.copy_blocks`."""
 
-    def __init__(self, runner: Runner, pool: BlockPool, copy_blocks: CopyBlocks) -> None:
+    def __init__(
+        self, runner: Runner, pool: BlockPool, copy_blocks: CopyBlocks, speculator: Speculator | None = None
+    ) -> None:
         self.preemptions = 0
         self.steps = 0
         self._runner = runner
         self._pool = pool
         self._copy_blocks = copy_blocks
+        self._speculator = speculator
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # oldest first
         self._finished: list[dict[int, LocalChoice]] = []
@@ -99,6 +104,8 @@ class LocalEngine:
             raise ValueError(f"nothing would run: chunk {chunk}, max_sequences {max_sequences}")
         for prompt, params in requests:
             self._check(prompt, params)
+        if self._speculator is not None:
+            self._speculator.lengths([])  # names begin again
         self._finished = [{} for _ in requests]
         self._waiting = deque(
             _Sequence(index, tuple(range(params.n)), prompt, params, all_ids=list(prompt))
@@ -107,9 +114,24 @@ class LocalEngine:
 
     def _turn(self, chunk: int, max_sequences: int) -> None:
         batch = self._schedule(chunk, max_sequences)
-        drawn = self._runner.prefill([self._step(sequence, count) for sequence, count in batch], _nobody_waits)
+        steps = [self._step(sequence, count) for sequence, count in batch]
+        speculator = self._speculator
+        if speculator is not None:
+            self._look_ahead(batch, speculator.lengths([name_of(step) for step in steps]))
+            steps = speculator.extend([self._step(sequence, count) for sequence, count in batch])
+        drawn = self._runner.prefill(steps, _nobody_waits)
         self.steps += 1
+        if speculator is not None:
+            speculator.observe(steps, drawn)
         self._postprocess(batch, drawn)
+
+    def _look_ahead(self, batch: list[tuple[_Sequence, int]], lengths: Mapping[SequenceName, int]) -> None:
+        """Room for proposals, out of blocks that no sequence can want in the next step."""
+        size = self._pool.block_size
+        for (sequence, count), length in zip(batch, lengths.values(), strict=True):
+            wanted = block_count(sequence.computed + count + length, size) if sequence.tokens else 0
+            while len(sequence.blocks) < wanted and self._pool.free > len(self._running):
+                sequence.blocks += self._pool.allocate(1)
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         longest = len(prompt) + params.max_tokens
@@ -157,7 +179,7 @@ class LocalEngine:
         size = self._pool.block_size
         written = sequence.computed // size  # the first block that is written
         shared = written < len(sequence.blocks) and self._pool.references(sequence.blocks[written]) > 1
-        needed = block_count(sequence.computed + count, size) - len(sequence.blocks) + shared
+        needed = max(block_count(sequence.computed + count, size) - len(sequence.blocks), 0) + shared
         while needed > self._pool.free:
             victim = self._running[-1]
             self._preempt(victim)
@@ -200,6 +222,12 @@ class LocalEngine:
 
     def _extend(self, sequence: _Sequence, tokens: list[SampledToken]) -> None:
         """Add the drawn tokens; further choices become sequences of their own that share the blocks."""
+        if len(sequence.choices) == 1:
+            sequence.computed += len(tokens) - 1  # proposals that stood: their KV is there
+            for token in tokens:
+                if self._add(sequence, token):
+                    break
+            return
         sequences = [sequence]
         for token in tokens[1:]:
             self._pool.pin(sequence.blocks)
@@ -218,14 +246,19 @@ class LocalEngine:
         place = self._running.index(sequence)
         self._running[place : place + 1] = sequences
         for one, token in zip(sequences, tokens, strict=True):
-            one.tokens.append(token)
-            one.all_ids.append(token.token_id)
-            reason = finish_reason(one.params, token.token_id, len(one.tokens))
-            if reason:
-                self._running.remove(one)
-                self._pool.release(one.blocks)
-                ids = [drawn.token_id for drawn in one.tokens]
-                self._finished[one.request][token.choice] = LocalChoice(ids, reason, one.tokens)
+            self._add(one, token)
+
+    def _add(self, sequence: _Sequence, token: SampledToken) -> bool:
+        """One more token; whether it is the last."""
+        sequence.tokens.append(token)
+        sequence.all_ids.append(token.token_id)
+        reason = finish_reason(sequence.params, token.token_id, len(sequence.tokens))
+        if reason:
+            self._running.remove(sequence)
+            self._pool.release(sequence.blocks)
+            ids = [drawn.token_id for drawn in sequence.tokens]
+            self._finished[sequence.request][token.choice] = LocalChoice(ids, reason, sequence.tokens)
+        return bool(reason)
 
 
 def _nobody_waits(low: int, high: int) -> None:

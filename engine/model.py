@@ -28,6 +28,7 @@ from .params import EngineParams
 from .quantized import HEAD_SCHEMES, Weight, full, quantize
 from .ranks import RankGroup
 from .rope import inverse_frequencies
+from .sparse24 import SparseLinears
 from .step import OnLayers
 from .weights import LayerWeights, Weights
 
@@ -54,9 +55,11 @@ class Model:
         self._layer_group = params.layer_group
         self._owned = shard.shard
         self._packing = Packing(params.batch_invariant)
+        self._sparse = SparseLinears(params.sparsity, shard.sparse, self._device)
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self._device)
         self._embedding = shard.embedding().to(self._device)
         self._layers = [self._prepare(shard.layer(index)) for index in range(config.layers)]
+        self._sparse.report()
         self._norm = shard.final_norm().to(self._device)
         head = shard.head()
         head = self._embedding if head is None else head.to(self._device)
@@ -68,7 +71,8 @@ class Model:
         def linear(weight: Weight, bias: Tensor | None) -> Linear:
             on_cpu = self._device.type == "cpu"
             placed = weight if on_cpu else full(weight).to(self._device, self._embedding.dtype)
-            return self._packing.linear(placed, None if bias is None else bias.to(self._device))
+            bias = None if bias is None else bias.to(self._device)
+            return self._sparse.linear(placed, bias) or self._packing.linear(placed, bias)
 
         def vector(weight: Tensor | None) -> Tensor | None:
             return None if weight is None else weight.to(self._device)

@@ -7,6 +7,8 @@ from typing import Literal
 
 Device = Literal["cpu", "cuda"]
 Quantization = Literal["none", "w8a8", "int4"]
+Sparsity = Literal["auto", "none", "2:4"]
+SpeculationMethod = Literal["none", "prompt_lookup", "draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,7 @@ class EngineParams:
     model_path: str  # bundled name, Hugging Face directory or .gguf file
     dtype: str  # float32 | bfloat16
     quantization: Quantization  # of the linear layers' weights; w8a8 and int4: on a CPU, with bfloat16
+    sparsity: Sparsity  # 2:4: linear weights with two zeros in every four inputs; auto: where the checkpoint says so
     device: Device
     threads: int  # of torch, per rank
     block_size: int  # tokens
@@ -27,3 +30,13 @@ class EngineParams:
     prefix_cache: bool
     layer_group: int  # layers whose KV is announced together
     tensor_parallel: int  # ranks
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """Speculative decoding of one engine."""
+
+    method: SpeculationMethod
+    max_tokens: int  # proposed for a sequence in one step, at most
+    draft_model: str  # like EngineParams.model_path; read where the method is draft
+    draft_kv_bytes: int  # of the draft model's own pool

@@ -23,6 +23,7 @@ from .partition import head_ranges
 from .ranks import RankGroup
 from .sampler import sample
 from .step import DRAWN_BY_LEADER, Kind, OnLayers, SampledToken, SequenceStep, pack_plan
+from .verify import accept, draws_of
 from .weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ class Runner:
     def prefill(self, steps: Sequence[SequenceStep], on_layers: OnLayers) -> list[list[SampledToken]]:
         """Run chunks of prompts. `on_layers(lo, hi)`: the KV of these layers of all the chunks is in the pool.
 
-        Returns, for each step with a draw and in their order, one token for each of its choices.
+        Returns, for each step with a draw and in their order, one token for each of its choices; for a step with
+        proposals the tokens that its only choice goes on with, one at least.
         """
         return self._lead("prefill", steps, on_layers)
 
@@ -107,9 +109,9 @@ class Runner:
         if self._broadcast is not None:
             self._broadcast(pack_plan(kind, steps))
         logits = self._forward(steps, on_layers)
-        draws = [step.draw for step in steps if step.draw is not None]
+        draws = [draw for step in steps for draw in draws_of(step)]
         with torch.inference_mode():
-            return sample(logits, draws)
+            return accept(steps, sample(logits, draws))
 
     def _forward(self, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> torch.Tensor:
         with torch.inference_mode():

@@ -23,7 +23,8 @@ class Draw:
     """What to draw from the logits after the last token of a step.
 
     One row of logits serves every choice in `choices`: the first token of n choices comes from one prefill. `generated`
-    is then empty; a decode step has one choice, and `generated` holds all its output so far, the step's input included.
+    is then empty; a decode step has one choice, and `generated` holds all its output so far, the step's input included
+    (without what is only proposed).
     """
 
     params: SamplingParams
@@ -48,6 +49,7 @@ class SequenceStep:
 
     `tokens` stand at absolute positions start, start + 1, ...; their KV goes to `blocks`, where blocks[i] holds the
     sequence's tokens [i * block_size, (i + 1) * block_size). `blocks` covers at least start + len(tokens) tokens.
+    The last `proposed` tokens are guesses: each is drawn anew from the row before it (see verify.py).
     """
 
     request_id: str
@@ -57,11 +59,17 @@ class SequenceStep:
     start: int
     blocks: Sequence[int]
     draw: Draw | None
+    proposed: int = 0
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence after this step; the position of the token that is drawn."""
+        """Tokens of the sequence after this step; without proposals the position of the token that is drawn."""
         return self.start + len(self.tokens)
+
+    @property
+    def logit_rows(self) -> range:
+        """Which of `tokens` want a row of logits: none without a draw, else the last one, and one for each proposal."""
+        return range(len(self.tokens) - 1 - self.proposed if self.draw else len(self.tokens), len(self.tokens))
 
 
 _NEUTRAL = SamplingParams(
@@ -87,7 +95,16 @@ DRAWN_BY_LEADER = Draw(params=_NEUTRAL, choices=(), prompt=(), generated=())
 def pack_plan(kind: Kind, steps: Sequence[SequenceStep]) -> bytes:
     """A step for the followers: everything but the draws themselves."""
     rows = [
-        (s.request_id, s.attempt, s.first_choice, list(s.tokens), s.start, list(s.blocks), s.draw is not None)
+        (
+            s.request_id,
+            s.attempt,
+            s.first_choice,
+            list(s.tokens),
+            s.start,
+            list(s.blocks),
+            s.draw is not None,
+            s.proposed,
+        )
         for s in steps
     ]
     return bytes(msgpack.packb((kind, rows)))
@@ -106,6 +123,6 @@ def unpack_plan(data: bytes) -> tuple[Kind, list[SequenceStep]]:
 
 
 def _unpack_step(row: Sequence[Any]) -> SequenceStep:
-    request_id, attempt, first_choice, tokens, start, blocks, drawn = row
+    request_id, attempt, first_choice, tokens, start, blocks, drawn, proposed = row
     draw = DRAWN_BY_LEADER if drawn else None
-    return SequenceStep(request_id, attempt, first_choice, tokens, start, blocks, draw)
+    return SequenceStep(request_id, attempt, first_choice, tokens, start, blocks, draw, proposed)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..proto.errors import ConfigError
 from ..text.source import ModelSource
-from .checkpoint_format import stored_format
+from .checkpoint_format import declares_sparsity, stored_format
 from .linear import PROBE_BYTES
 from .model_config import ModelConfig
 from .params import Quantization
@@ -29,6 +29,7 @@ from .tensor_store import TensorStore
 from .weights_gguf import GGUFStore
 from .weights_hf import SafetensorsStore
 from .weights_quantized import QuantizedStore
+from .weights_sparse import SparseStore
 
 Progress = Callable[[int, int], None]
 _CHUNK_BYTES = 4 << 20  # of float32, while a tensor is converted (and a few times that inside the conversion)
@@ -96,6 +97,7 @@ class Weights:
         shard: Shard,
         dtype: torch.dtype,
         quantization: Quantization,
+        sparse: bool,
         report: Progress,
     ):
         """`report(done, total)` gets bytes of the files. Raises ConfigError: missing, extra or misshapen tensors."""
@@ -103,6 +105,7 @@ class Weights:
         self.config = config
         self.shard = shard
         self.dtype = dtype
+        self.sparse = sparse  # the checkpoint says that its linear weights are 2:4
         self._quantization = quantization
         self._store = store
         self._report = report
@@ -126,6 +129,8 @@ class Weights:
             store = GGUFStore(source.path, config.head_dim)
         elif form is None:
             store = SafetensorsStore(source.path, integers=False)
+        elif form.layout == "sparse24":
+            store = SparseStore(source.path)
         elif quantization in ("none", form.quantization):
             store = QuantizedStore(source.path, form)
         else:
@@ -133,7 +138,8 @@ class Weights:
                 f"model.quantization: {quantization}, but {source.path} is quantised as {form.quantization} already; "
                 f"use none or {form.quantization}"
             )
-        return Weights(config, store, Shard.of(config, rank, ranks), dtype, quantization, report)
+        sparse = source.kind == "huggingface" and declares_sparsity(source.path)
+        return Weights(config, store, Shard.of(config, rank, ranks), dtype, quantization, sparse, report)
 
     @property
     def fingerprint(self) -> str:

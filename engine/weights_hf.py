@@ -17,7 +17,7 @@ from .quantized import Int4Weight, Int8Weight
 from .tensor_store import StoredTensor
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-INTEGERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+INTEGERS = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 _NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _KINDS = {**_NUMBERS, **INTEGERS}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format

@@ -235,9 +235,8 @@ class Core:
         if live.timer is not None:
             live.timer.cancel()
         record, now = live.record, time.monotonic()
-        longest = max(len(ledger.token_ids) for ledger in live.life.ledgers)
         if error is None:
-            self.metrics.completion(record, live.output.completion_tokens, longest, now)
+            self.metrics.completion(record, live.output.completion_tokens, live.output.longest, now)
         elif isinstance(error, Cancelled):
             self.metrics.cancelled.inc()
         else:

@@ -131,6 +131,9 @@ class Lives:
                 story.heard(now, event, heeded)
             for action in actions:
                 story.did(now, action)
+        if isinstance(event, m.Placed) and not live.life.heeded:  # the leg ended while its workers were chosen
+            self.dispatcher.prefill_over(live, event.leg)
+            self.dispatcher.leg_over(live, event.leg)
         for action in actions:
             self._act(live, action)
 

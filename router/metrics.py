@@ -166,6 +166,8 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerState], float]]] = {
     "baton_kv_cached_blocks": ("Blocks of the prefix cache that can be evicted", lambda w: w.load.cached_blocks),
     "baton_kv_total_blocks": ("Blocks of the pool", lambda w: w.welcome.total_blocks),
     "baton_kv_pool_use": ("Part of the pool in use, 0 to 1", lambda w: _use([w])),
+    "baton_spec_decode_acceptance_rate": ("Accepted part of proposed tokens, 0 to 1", lambda w: _acceptance(w.load)),
+    "baton_spec_decode_mean_accepted_length": ("Tokens of a step with proposals", lambda w: _accepted_length(w.load)),
     "baton_kv_held_legs": ("Legs whose blocks wait for the other side", lambda w: w.load.held_legs),
 }
 _WORKER_COUNTERS: dict[str, tuple[str, Callable[[WorkerState], float]]] = {
@@ -174,6 +176,9 @@ _WORKER_COUNTERS: dict[str, tuple[str, Callable[[WorkerState], float]]] = {
     "baton_prefix_hit_tokens": ("Prompt tokens found in the prefix cache", lambda w: w.load.prefix_hit_tokens),
     "baton_prefix_query_tokens": ("Prompt tokens looked up", lambda w: w.load.prefix_query_tokens),
     "baton_computed_prompt_tokens": ("Prompt tokens computed", lambda w: w.load.computed_prompt_tokens),
+    "baton_spec_decode_drafts": ("Steps of a sequence with proposed tokens", lambda w: w.load.spec_drafts),
+    "baton_spec_decode_draft_tokens": ("Tokens proposed", lambda w: w.load.spec_draft_tokens),
+    "baton_spec_decode_accepted_tokens": ("Of these, drawn by the model", lambda w: w.load.spec_accepted_tokens),
     "baton_fetched_prompt_tokens": ("Taken over from decode workers", lambda w: w.load.fetched_prompt_tokens),
 }
 _ROLE_GAUGES: dict[str, tuple[str, str, Callable[[pb.Load], float]]] = {
@@ -184,6 +189,15 @@ _ROLE_GAUGES: dict[str, tuple[str, str, Callable[[pb.Load], float]]] = {
     "baton_decode_transfer_queue_requests": ("decode", "Blocks reserved, KV arriving", lambda load: load.held_legs),
     "baton_decode_running_requests": ("decode", "Sequences in the batch", lambda load: load.running),
 }
+
+
+def _acceptance(load: pb.Load) -> float:
+    return load.spec_accepted_tokens / load.spec_draft_tokens if load.spec_draft_tokens else 0.0
+
+
+def _accepted_length(load: pb.Load) -> float:
+    """The token that is drawn in any case included, as others count it."""
+    return 1 + load.spec_accepted_tokens / load.spec_drafts if load.spec_drafts else 0.0
 
 
 def _use(workers: Iterable[WorkerState]) -> float:
@@ -249,6 +263,9 @@ class _LiveState(Collector):
             yield family
         counters: dict[str, Callable[[pb.Load], int]] = {
             "vllm:num_preemptions": lambda load: load.preemptions,
+            "vllm:spec_decode_num_drafts": lambda load: load.spec_drafts,
+            "vllm:spec_decode_num_draft_tokens": lambda load: load.spec_draft_tokens,
+            "vllm:spec_decode_num_accepted_tokens": lambda load: load.spec_accepted_tokens,
             "vllm:prefix_cache_queries": lambda load: load.prefix_query_tokens,
             "vllm:prefix_cache_hits": lambda load: load.prefix_hit_tokens,
         }

@@ -54,6 +54,11 @@ class RequestOutput:
         return sum(choice.count for choice in self._choices)
 
     @property
+    def longest(self) -> int:
+        """Tokens given out so far, of the choice with the most."""
+        return max(choice.count for choice in self._choices)
+
+    @property
     def open_choices(self) -> int:
         """Choices that have not ended."""
         return sum(not choice.reason for choice in self._choices)

@@ -92,7 +92,7 @@ class Record:
             self._second = (attempt, Moment(clock, at, now))
 
     def emitted(self, chunks: Sequence[Chunk], now: float) -> list[float]:
-        """Tokens left for the client; the gaps to the token before, for each choice that had one."""
+        """Tokens left for the client; the gap of each to the one before, for each choice that had one."""
         gaps: list[float] = []
         for chunk in chunks:
             before, self._last_of_choice[chunk.choice] = self._last_of_choice[chunk.choice], now
@@ -101,7 +101,8 @@ class Record:
             if self.first_text_at is None and chunk.text:
                 self.first_text_at = now
             if before is not None:
-                gaps.append(now - before)
+                tokens = len(chunk.token_ids)  # more than one of a step with proposals: they share its time
+                gaps += [(now - before) / tokens] * tokens
                 if self.second_gap is None:
                     self.second_gap = now - before
         self.last_at = now

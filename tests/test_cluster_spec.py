@@ -10,6 +10,7 @@ from baton.cluster import config_load, spec, yaml_tree
 from baton.cluster.config import Config
 from baton.cluster.rank_runtime import check_visible_devices
 from baton.cluster.units import human_bytes, parse_bytes, parse_duration, parse_rate, show_bytes, show_duration
+from baton.engine.params import SpeculationParams
 from baton.kv_transfer.params import TLSFiles
 from baton.proto.errors import ConfigError
 
@@ -33,6 +34,15 @@ def test_the_files_of_tls_are_found_from_anywhere(tmp_path: Path) -> None:
     again = spec.spec_from_json(json.loads(json.dumps(spec.spec_to_json(built)))).params.transfer
     assert again.max_links == 7
     assert again.tls == TLSFiles(*(str(tmp_path / name) for name in ("rank.pem", "rank.key", "ca.pem")))
+
+
+def test_a_draft_model_is_found_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    text = "model: {path: m}\nengine: {speculation: {method: draft, draft_model: small, draft_memory: 8MiB}}"
+    built = config_load.build(yaml_tree.parse(text, "c.yaml"), tmp_path)
+    worker = spec.spec_from_json(spec.spec_to_json(spec.SpecBuilder(built).worker("decode-0", "i", 0, "")))
+    assert worker.decode is not None
+    assert worker.decode.speculation == SpeculationParams("draft", 8, str(tmp_path / "small"), 8 << 20)
 
 
 def test_the_routers_parameters_survive_json() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from baton.decode_worker.scheduler import DecodeScheduler, Sequence, SequenceId
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,3 +119,49 @@ def test_the_simulators_merged_steps_equal_single_steps(total: int, lengths: lis
         return log, time
 
     assert run(merge=True) == run(merge=False)
+
+
+@given(
+    total=st.integers(4, 24),
+    joining=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 14), st.booleans()), min_size=1, max_size=8),
+    luck=st.randoms(use_true_random=False),
+)
+def test_proposals_take_what_is_left_and_account_for_what_was_accepted(
+    total: int, joining: list[tuple[int, int, bool]], luck: Random
+) -> None:
+    """A walk: blocks are conserved, nobody takes more than proposals need or the next step leaves, and all end."""
+    scheduler, counts = DecodeScheduler(BLOCK), Counts(total)
+    limits: dict[SequenceId, int] = {}
+    for number, (tokens, more, resumed) in enumerate(joining):
+        blocks = -(-(tokens + more if resumed else tokens + 1) // BLOCK)
+        if blocks <= counts.free and -(-(tokens + more) // BLOCK) <= total:
+            counts.free -= blocks
+            counts.held[name(number)] = blocks
+            limits[name(number)] = tokens + more
+            scheduler.join(Sequence(name(number), tokens, blocks, tokens + more, resumed))
+    ended = 0
+    for _ in range(300):
+        if not len(scheduler):
+            break
+        plan = scheduler.plan(counts)
+        ended += len(plan.preempted)
+        before = (dict(counts.held), counts.free)
+        wanted = {one: luck.randint(0, 9) for one in plan.run}
+        scheduler.look_ahead(counts, wanted)
+        for one in plan.run:
+            extra = counts.held[one] - before[0][one]
+            assert counts.held[one] * BLOCK >= scheduler.tokens(one) + 1
+            assert (
+                not extra
+                or counts.held[one] * BLOCK < min(scheduler.tokens(one) + 1 + wanted[one], limits[one]) + BLOCK
+            )
+        assert counts.free >= min(before[1], len(scheduler))  # a block for each in the next step, as far as there was
+        assert counts.free + sum(counts.held.values()) == total
+        for one in plan.run:
+            room = min(counts.held[one] * BLOCK, limits[one]) - scheduler.tokens(one)
+            scheduler.advance([one], luck.randint(1, min(room, 1 + wanted[one])))
+            if scheduler.tokens(one) == limits[one]:
+                scheduler.leave(one)
+                counts.preempt(one)
+                ended += 1
+    assert (len(scheduler), ended, counts.free) == (0, len(limits), total)

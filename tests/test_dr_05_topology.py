@@ -37,6 +37,11 @@ def mistakes(text: str) -> str:
         ("kv: {tls: {certificate: a, key: b}}", "kv.tls.ca: is missing"),
         ("kv: {tls: {certificate: a, key: b, ca: c, caa: d}}", "kv.tls.caa: unknown key; did you mean kv.tls.ca?"),
         ("kv: {tls: 1}", "kv.tls: is a section with keys of its own, not 1"),
+        ("engine: {speculation: {method: draft}}", "engine.speculation.method: is draft, which needs a model that"),
+        (
+            "engine: {speculation: {draft_model: x}}",
+            "engine.speculation.draft_model: is x, but engine.speculation.method",
+        ),
         ("kv: {max_links: 1}\npools: {decode: {tensor_parallel: 2}}", "kv.max_links: is 1, but one request may need"),
         ("cluster: {launcher: process, address: auto}", "cluster.launcher: is process"),
         ("cluster: {address: lokal}", "cluster.address: is lokal, but must be local, auto or HOST:PORT"),
@@ -58,6 +63,10 @@ def test_each_mistake_is_refused(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (
+            "sparsity: '2:4', quantization: int4",
+            "model.sparsity: is 2:4, which needs model.quantization none, not int4",
+        ),
         ("quantization: w4a8", "model.quantization: is w4a8, but must be none, w8a8 or int4"),
         (
             "quantization: int4, dtype: float32",

@@ -22,6 +22,7 @@ def engine_params(model: Path, **changes: Any) -> EngineParams:
         model_path=str(model),
         dtype="float32",
         quantization="none",
+        sparsity="auto",
         device="cpu",
         threads=1,
         block_size=4,

@@ -11,6 +11,7 @@ from baton.proto.errors import InternalError
 from baton.router.ledger import Ledger
 from baton.router.mailbox import Mailbox
 from baton.router.output import RequestOutput
+from baton.router.record import Record
 from baton.router.requests import ChoiceEnd, Chunk, ClientRequest, Output
 from baton.router.validate import ModelFacts, prepare
 from baton.tests.harness.router_rig import CONTEXT, EOS_ID, LIMITS, VOCAB, write_model
@@ -121,3 +122,10 @@ async def test_mailbox_gives_what_is_there_before_the_error() -> None:
     assert await anext(answer) == [Chunk(0, 0, [1], "a", [])]
     with pytest.raises(InternalError):
         await anext(answer)
+
+
+def test_tokens_of_one_step_share_its_time() -> None:
+    record = Record(0.0, prompt_tokens=3, choices=1)
+    assert record.emitted([Chunk(0, 0, [5], "a", [])], 1.0) == []
+    assert record.emitted([Chunk(0, 1, [6, 7, 8, 9], "b", [])], 1.2) == [pytest.approx(0.05)] * 4
+    assert [record.second_gap, record.decode_s] == [pytest.approx(0.2)] * 2

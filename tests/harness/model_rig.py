@@ -48,6 +48,7 @@ def engine_params(
         model_path=str(path),
         dtype=dtype,
         quantization=quantization,
+        sparsity="auto",
         device="cpu",
         threads=1,
         block_size=block_size,

@@ -52,6 +52,7 @@ class Monolithic:
             model_path=str(model),
             dtype=dtype,
             quantization="none",
+            sparsity="auto",
             device="cpu",
             threads=1,
             block_size=block_size,

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from baton.decode_worker import main as decode_main
 from baton.decode_worker.params import DecodeParams
-from baton.engine.params import EngineParams
+from baton.engine.params import EngineParams, SpeculationParams
 from baton.kv_transfer.params import TransferParams
 from baton.prefill_worker import main as prefill_main
 from baton.prefill_worker.params import PrefillParams
@@ -31,6 +31,7 @@ def engine_params(model: Path, **changes: Any) -> EngineParams:
         "model_path": str(model),
         "dtype": "float32",
         "quantization": "none",
+        "sparsity": "auto",
         "device": "cpu",
         "threads": 1,
         "block_size": 4,
@@ -89,7 +90,8 @@ def prefill_params(engine: EngineParams, **changes: Any) -> PrefillParams:
 
 def decode_params(engine: EngineParams, **changes: Any) -> DecodeParams:
     """A decode worker with 16 seats."""
-    own = {"max_sequences": 16, "reserve_wait_s": 20.0, "commit_timeout_s": 20.0}
+    own: dict[str, Any] = {"max_sequences": 16, "reserve_wait_s": 20.0, "commit_timeout_s": 20.0}
+    own["speculation"] = SpeculationParams("none", 8, "", 1 << 20)
     return DecodeParams(**{**_shared("decode", engine), **own, **changes})
 
 

@@ -159,10 +159,13 @@ class Cluster:
         """Nothing to count."""
 
     def emitted(self, live: Live, tokens: Sequence[pb.Token]) -> None:
-        """I2: each token once, in order, and the right one."""
+        """I2: each token once, in order, and the right one. As RequestOutput, it drops what follows a stop."""
         client = self.clients[live.request_id]
+        stop_at = client.ask.stop_at
         for token in tokens:
             said, due = client.said[token.choice], client.due[token.choice]
+            if stop_at and token.choice == 0 and len(said) == stop_at:
+                continue
             if token.index != len(said) or len(said) >= len(due) or token.token_id != due[len(said)]:
                 what = f"token {token.index}, {token.token_id}, of choice {token.choice}"
                 raise Violation(f"I2: {live.request_id} says {what} after {said}")
@@ -178,6 +181,8 @@ class Cluster:
         if len(client.ends) > 1:
             raise Violation(f"I1: {live.request_id} ended twice: {client.ends}")
         counted = [ledger.token_ids for ledger in live.life.ledgers]
+        if client.ask.stop_at:
+            counted[0] = counted[0][: len(client.said[0])]
         if counted != client.said:
             raise Violation(f"I12: {live.request_id} counts {counted}, the client got {client.said}")
         if error is None and client.said != client.due:

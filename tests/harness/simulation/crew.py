@@ -34,6 +34,7 @@ class Spec:
     lookahead: int
     kv_heads: int
     fetch_tokens: int  # the least prefix that a prefill worker asks a decode worker for; 0: it never asks
+    proposals: int  # of a decode worker for a sequence and step, at most; 0: it does not speculate
 
     @property
     def layout(self) -> KVLayout:

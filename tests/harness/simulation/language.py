@@ -6,12 +6,15 @@ position is a number made of the tokens up to it and the cache salt: who reads a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from baton.engine.proposer import SequenceName, Wanted
 from baton.engine.step import OnLayers, SampledToken, SequenceStep
+from baton.engine.verify import accept
 from baton.proto.kv_layout import KVLayout
 
 from .world import Violation
@@ -19,6 +22,7 @@ from .world import Violation
 VOCABULARY = 50
 LAYERS = 2
 STOP = 0  # the token that ends an answer
+_NOBODYS = -1  # KV that no request can have
 Range = tuple[int, int]
 
 
@@ -116,22 +120,45 @@ class Book:
         """The answer that the step computes a part of."""
         return self.answers[step.request_id, step.draw.choices[0] if step.draw else step.first_choice]
 
-    def run(self, step: SequenceStep, stores: Sequence[Store]) -> list[SampledToken]:
-        """Read what is before the step, check it, and draw; raises Violation for wrong tokens or foreign KV."""
+    def run(self, step: SequenceStep, stores: Sequence[Store]) -> list[list[SampledToken]]:
+        """Read what is before the step, check it, and draw from each row of logits; raises Violation for wrong tokens,
+        other than proposals, or foreign KV."""
         right = self.of(step)
-        if list(step.tokens) != right.tokens[step.start : step.end]:
+        known = len(step.tokens) - step.proposed
+        if list(step.tokens[:known]) != right.tokens[step.start : step.start + known]:
             raise Violation(f"I2: {step} computes tokens that are not the request's: {right.tokens}")
         for store in stores:
             store.check(step.blocks, right.origins[: step.start], (step.request_id, step.attempt, step.first_choice))
-        if step.draw is None:
-            return []
-        return [self._next(step, choice) for choice in step.draw.choices]
+        rows = [step.start + row + 1 for row in step.logit_rows]
+        choices = step.draw.choices if step.draw else ()
+        return [[self._next(step, choice, place, place == rows[0]) for choice in choices] for place in rows]
 
-    def _next(self, step: SequenceStep, choice: int) -> SampledToken:
+    def _next(self, step: SequenceStep, choice: int, place: int, sure: bool) -> SampledToken:
+        """The token at `place`. Behind proposals (not `sure`) an answer may be over, and anything is drawn."""
         right = self.answers[step.request_id, choice].tokens
-        if step.end >= len(right):
+        if place >= len(right) and sure:
             raise Violation(f"I2: {step} goes on after the end of its answer")
-        return SampledToken(choice, right[step.end], None, ())
+        return SampledToken(choice, right[place] if place < len(right) else STOP, None, ())
+
+
+class Guesses:
+    """A `Proposer` that is right most of the time, also beyond the end of an answer."""
+
+    def __init__(self, book: Book, rng: random.Random) -> None:
+        self._book = book
+        self._rng = rng
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        """See Proposer."""
+        return [[self._guess(one, step) for step in range(self._rng.randint(0, one.count))] for one in wanted]
+
+    def keep(self, names: Collection[SequenceName]) -> None:
+        """Nothing is remembered."""
+
+    def _guess(self, one: Wanted, step: int) -> int:
+        (request, _, _), choice = one.name
+        right, place = self._book.answers[request, choice].tokens, len(one.draw.prompt) + len(one.draw.generated) + step
+        return right[place] if place < len(right) and self._rng.random() < 0.8 else STOP
 
 
 class _KV:
@@ -170,10 +197,14 @@ class Runner:
 
     def _run(self, steps: Sequence[SequenceStep]) -> list[list[SampledToken]]:
         self._crew.catch_up()
-        rows = [self._book.run(step, self._stores) for step in steps]
-        return [row for step, row in zip(steps, rows, strict=True) if step.draw is not None]
+        return accept(steps, [row for step in steps for row in self._book.run(step, self._stores)])
 
     def _write(self, step: SequenceStep, layers: Range) -> None:
-        cells = self._book.of(step).origins[step.start : step.end]
+        """KV of a proposal that is not the request's token is nobody's."""
+        right = self._book.of(step)
+        cells, known = right.origins[step.start : step.end], right.tokens[step.start : step.end]
+        cells += [_NOBODYS] * (len(step.tokens) - len(cells))
+        wrong = next((at for at, token in enumerate(step.tokens) if known[at : at + 1] != [token]), len(cells))
+        cells[wrong:] = [_NOBODYS] * (len(cells) - wrong)
         for store in self._stores:
             store.write(step.blocks, layers, (0, store.heads), step.start, cells)

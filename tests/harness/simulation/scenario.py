@@ -123,14 +123,16 @@ class Scenario:
 
 def scenario(seed: int) -> Scenario:
     """The scenario of a seed. Of six, one is a storm on slow wires around one decode worker that gets every attempt,
-    one has choices moved off draining workers, and one has prompts that were seen before; each with faults to fit."""
+    one has choices moved off draining workers, and one has prompts that were seen before; each with faults to fit. Of
+    the first six and every second six after them the decode workers speculate."""
     rng = random.Random(seed)
     storm, moves, again = (seed % 6 == number for number in (5, 4, 3))
     kv_heads = rng.choice([1, 1, 2])
     cache = again or rng.random() < 0.7
     workers = [(name, _spec(rng, "prefill", kv_heads, cache)) for name in PREFILL]
     decode = DECODE[:1] if storm or rng.random() < 0.1 else DECODE
-    workers += [(name, _spec(rng, "decode", kv_heads, cache)) for name in decode]
+    proposals = 1 + seed // 12 % 5 if seed // 6 % 2 == 0 else 0
+    workers += [(name, replace(_spec(rng, "decode", kv_heads, cache), proposals=proposals)) for name in decode]
     stream = [rng.randrange(1, VOCABULARY) for _ in range(_LONGEST_PROMPT)]
     span = rng.choice([0.02, 0.06, 0.06, 0.5])
     asks = tuple(_ask(rng, number, stream, span) for number in range(rng.randint(2, 6)))
@@ -160,7 +162,7 @@ def _spec(rng: random.Random, role: str, kv_heads: int, cache: bool) -> Spec:
     blocks = max(least, 7) + rng.choice([0, 0, 1, 2, 12])  # 7: three choices of the longest such prompt can begin
     ranks = rng.choice([1, 1, 2])
     batch = rng.choice([4, 8, 16]) if role == "prefill" else rng.choice([3, 4, 8])
-    return Spec(role, ranks, blocks, size, cache, batch, rng.choice([1, 2, 4]), kv_heads, rng.choice([0, 2]))
+    return Spec(role, ranks, blocks, size, cache, batch, rng.choice([1, 2, 4]), kv_heads, rng.choice([0, 2]), 0)
 
 
 def _ask(rng: random.Random, number: int, stream: list[int], span: float) -> Ask:

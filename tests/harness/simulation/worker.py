@@ -13,6 +13,8 @@ from baton.decode_worker.legs import DecodeLegs
 from baton.decode_worker.scheduler import DecodeScheduler
 from baton.decode_worker.worker import DecodeEngine
 from baton.engine.block_pool import BlockPool
+from baton.engine.proposal_length import Costs
+from baton.engine.speculation import Speculator
 from baton.kv_transfer.events import LegKey
 from baton.kv_transfer.params import TransferParams
 from baton.kv_transfer.plan import Box
@@ -28,7 +30,7 @@ from baton.proto import worker_pb2 as pb
 from baton.proto.worker_loop import SessionEnded
 
 from .crew import Crew, Inbox, Session, Spec
-from .language import VOCABULARY, Runner, Store
+from .language import VOCABULARY, Guesses, Runner, Store
 from .receive_link import Receiver
 from .send_link import FRAME_BYTES, FRAME_S, WINDOW
 from .world import Violation
@@ -125,7 +127,10 @@ class Process:
             intake = Intake(self.pool, self.spec.ranks, seats, RESERVE_WAIT_S, COMMIT_S)
             scheduler = DecodeScheduler(self.spec.block_size)
             legs = self.legs = DecodeLegs(self.pool, intake, scheduler, seats, max_model_len=10_000)
-            self.engine = DecodeEngine(runner, *outwards, self._issue, legs, inbox)
+            guesses, free = Guesses(self.cluster.book, self.world.rng), Costs(0.0, 0.0, 0.0)
+            speculator = Speculator(guesses, free, self.spec.proposals, self.spec.block_size)
+            told = speculator if self.spec.proposals else None
+            self.engine = DecodeEngine(runner, *outwards, self._issue, legs, inbox, told)
 
     def _ends(self, rank: int) -> Any:
         return SimpleNamespace(sender=self.senders[rank], receiver=self.receivers[rank])
