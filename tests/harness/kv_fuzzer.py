@@ -190,18 +190,19 @@ class Fuzzer:
         """
         assert self._peer is not None
         self._peer.sequence += frames
-        # what came before the end of a leg (of any) is dealt with first; a beat alone may pass frames on their way
-        end = packed("done", leg=["nobody", 0, 0]) + packed("beat")
         self._wire._socket.sendall(raw + packed("beat"))
         kinds: list[str] = []
+        brought = False
         while True:
             answer = self._wire.receive()
             assert isinstance(answer, dict)
             if answer["kind"] == "beat":
                 if kinds[-1:] != ["accept"]:
                     return kinds
-                self._bring(payload, frames)
-                self._wire._socket.sendall(end)
+                if not brought:
+                    self._bring(payload, frames)
+                    brought = True
+                self._wire._socket.sendall(packed("beat"))  # it may pass frames on their way: till there is an answer
             else:
                 kinds.append(answer["kind"])
 
