@@ -15,7 +15,10 @@ from .units import Address, Bytes, Cores, Duration, Rate
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, StringConstraints(min_length=1)]
-PlacementName = Literal["round_robin", "least_loaded"]
+PrefillPlacement = Literal[
+    "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware"
+]
+DecodePlacement = PrefillPlacement | Literal["transfer_aware"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
 
@@ -139,8 +142,12 @@ class KVSection(Section):
 class PlacementSection(Section):
     """How the router picks a worker of each pool."""
 
-    prefill: PlacementName = "least_loaded"
-    decode: PlacementName = "least_loaded"
+    prefill: PrefillPlacement = "least_loaded"
+    decode: DecodePlacement = "least_loaded"
+    prefix_events: bool = (
+        True  # workers tell routers what their prefix caches hold, where placement asks for it; false:
+    )
+    # a router goes by what it has sent itself
 
 
 class LimitsSection(Section):

@@ -18,7 +18,7 @@ from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
 from ..router.params import RequestLimits, RouterParams
-from .config import Config, PoolSection
+from .config import Config, Percentiles, PoolSection
 from .processes import available_cores, threads_per_rank
 from .reconcile import POOLS, Backoff
 from .units import show_cores
@@ -227,6 +227,9 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         membership_address=membership_address,
         prefill_placement=router.placement.prefill,
         decode_placement=router.placement.decode,
+        prefix_events=router.placement.prefix_events,
+        ttft_objective_s=tightest(config.slo.ttft),
+        tpot_objective_s=tightest(config.slo.tpot),
         heartbeat_s=config.clocks.heartbeat,
         dead_after_s=config.clocks.dead_after,
         request_deadline_s=config.clocks.request,
@@ -246,6 +249,11 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
             body_bytes=limits.body_size,
         ),
     )
+
+
+def tightest(limits: Percentiles) -> float | None:
+    """The limit that holds for most requests, in seconds; None: there is none."""
+    return next((limit for limit in (limits.p99, limits.p90, limits.p50) if limit is not None), None)
 
 
 def wanted_workers(config: Config) -> frozenset[str]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from ..engine.channel import LeaderChannel
+from ..engine.prefix_feed import PrefixFeed
 from ..engine.rank_start import RankMessage
 from ..engine.runner import Runner
 from ..engine.speculation import Speculator
@@ -25,6 +26,7 @@ from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, InternalError
 from ..proto.failpoints import reach
 from ..proto.leg import LegKey, key_of, parse_leg, ref_of
+from ..proto.step_time import StepTimeFit, decode_features
 from ..proto.worker_loop import Commands, Events, SessionEnded, drain_into, seconds_until
 from .effects import CancelSend, Copy, Effect, Expect, Forget, Send, Tell, failed
 from .legs import DecodeLegs
@@ -54,6 +56,8 @@ class DecodeEngine:
         self._legs = legs
         self._inbox = inbox
         self._speculator = speculator
+        self._feed = PrefixFeed(legs.pool)
+        self._fit = StepTimeFit()
         self._events: Events = {}
         self._steps: list[SequenceStep] = []  # scheduled
 
@@ -65,6 +69,7 @@ class DecodeEngine:
                 for command in commands:
                     self._perform(self._command(session, command, now))
             case SessionEnded(session):
+                self._feed.forget(session)
                 self._perform(self._legs.session_ended(session))
             case RankMessage(rank, message) if (news := news_of(rank, message)) is not None:
                 self._transfer(rank, news, now)
@@ -85,10 +90,12 @@ class DecodeEngine:
     def run(self) -> None:
         """One token for each sequence of the batch, or more where proposals stand."""
         reach("decode.step")
+        began = time.monotonic()
         if self._speculator is not None:
             self._steps = self._speculator.extend(self._steps)
         drawn = self._runner.decode(self._steps)
         ended_at = time.monotonic()
+        self._fit.observe(decode_features([step.end for step in self._steps]), ended_at - began)
         if self._speculator is not None:
             self._speculator.observe(self._steps, drawn)
         reach("decode.step_done")
@@ -101,6 +108,8 @@ class DecodeEngine:
 
     def take_events(self) -> Events:
         """Events since the last call, by session."""
+        for session, event in self._feed.take():
+            self._events.setdefault(session, []).append(event)
         events, self._events = self._events, {}
         return events
 
@@ -111,6 +120,8 @@ class DecodeEngine:
             load.spec_drafts = self._speculator.drafts
             load.spec_draft_tokens = self._speculator.draft_tokens
             load.spec_accepted_tokens = self._speculator.accepted_tokens
+        if (law := self._fit.law) is not None:
+            load.step_time.CopyFrom(pb.StepTime(a=law.a, b=law.b, c=law.c))
         return load
 
     def fail_all(self, error: BatonError) -> None:
@@ -135,6 +146,9 @@ class DecodeEngine:
                 return self._legs.end_choices(key_of(command.cancel.leg), command.cancel.choices)
             case "cancel":
                 return self._legs.cancel(key_of(command.cancel.leg))
+            case "watch_prefixes":
+                self._feed.watch(session)
+                return []
             case other:
                 log.warning("a decode worker takes no %s", other)
                 return []

@@ -16,19 +16,28 @@ All ranks of a worker use the same block numbers; the leader alone keeps this po
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
+from ..proto.block_digests import block_digests
 from ..proto.errors import Exhausted
-
-_DIGEST_BYTES = 16
-_TOKEN_BYTES = 8
 
 
 class OutOfBlocks(Exhausted):
     """Fewer blocks are free or evictable than were asked for; nothing was allocated."""
+
+
+class PrefixListener(Protocol):
+    """Who is told which prefixes can be found; called in the midst of the pool's operations."""
+
+    def added(self, digest: bytes) -> None:
+        """A block is found under this digest from now on."""
+        ...
+
+    def removed(self, digest: bytes) -> None:
+        """No block is found under this digest any more."""
+        ...
 
 
 class BlockPool:
@@ -46,6 +55,7 @@ class BlockPool:
         self._index: dict[bytes, int] = {}  # digest -> the block that is found under it
         self._free = list(range(blocks - 1, -1, -1))  # a stack: low numbers first
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self.listener: PrefixListener | None = None
 
     @property
     def total(self) -> int:
@@ -67,6 +77,11 @@ class BlockPool:
         """Evictable blocks: they hold a prefix and nobody refers to them."""
         return len(self._evictable)
 
+    @property
+    def prefixes(self) -> Collection[bytes]:
+        """The digests under which blocks are found now (`proto.block_digests`)."""
+        return self._index.keys()
+
     def references(self, block: int) -> int:
         """How many sequences refer to the block; above 1 it must be copied before it is written."""
         return self._references[block]
@@ -79,7 +94,7 @@ class BlockPool:
         """
         found: list[int] = []
         if self._index:
-            for digest in self._chain(tokens, salt, 0, b""):
+            for digest in block_digests(tokens, salt, self.block_size):
                 block = self._index.get(digest)
                 if block is None:
                     break
@@ -145,10 +160,13 @@ class BlockPool:
             if not self._references[block]:
                 raise ValueError(f"block {block} is free: it holds nothing to publish")
         parent = (self._digests[blocks[start - 1]] if start else None) or b""
-        chain = self._chain(tokens[: full * self.block_size], salt, start, parent)
+        chain = block_digests(tokens[: full * self.block_size], salt, self.block_size, start, parent)
         for block, digest in zip(blocks[start:full], chain, strict=True):
             self._digests[block] = digest
-            self._index.setdefault(digest, block)
+            if digest not in self._index:
+                self._index[digest] = block
+                if self.listener is not None:
+                    self.listener.added(digest)
 
     def check(self) -> None:
         """Raise AssertionError where the states contradict each other (tests call this after every operation)."""
@@ -173,18 +191,6 @@ class BlockPool:
         if problems:
             raise AssertionError("; ".join(problems))
 
-    def _chain(self, tokens: Sequence[int], salt: str, start: int, parent: bytes) -> Iterator[bytes]:
-        """The digests of the full blocks of `tokens` from block `start` on; `parent` is the digest before it."""
-        key = hashlib.blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest()
-        size = self.block_size
-        data = memoryview(array("q", tokens[start * size :])).cast("B")
-        step = size * _TOKEN_BYTES
-        for low in range(0, len(data) - step + 1, step):
-            hasher = hashlib.blake2b(parent, digest_size=_DIGEST_BYTES, key=key)
-            hasher.update(data[low : low + step])
-            parent = hasher.digest()
-            yield parent
-
     def _retire(self, block: int) -> None:
         digest = self._digests[block]
         if digest is not None and self._index.get(digest) == block:
@@ -198,5 +204,7 @@ class BlockPool:
         digest = self._digests[block]
         if digest is not None:
             del self._index[digest]
+            if self.listener is not None:
+                self.listener.removed(digest)
         self._digests[block] = None
         return block

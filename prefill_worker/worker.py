@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from ..engine.channel import LeaderChannel
+from ..engine.prefix_feed import PrefixFeed
 from ..engine.rank_start import RankMessage
 from ..engine.runner import Runner
 from ..engine.step import SequenceStep
@@ -23,6 +24,7 @@ from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, InternalError
 from ..proto.failpoints import reach
 from ..proto.leg import LegKey, key_of, parse_leg, ref_of
+from ..proto.step_time import StepTimeFit, prefill_features
 from ..proto.worker_loop import Commands, Events, SessionEnded, drain_into, seconds_until
 from .effects import (
     AbandonTransfer,
@@ -60,6 +62,8 @@ class PrefillEngine:
         self._issue = issue
         self._legs = legs
         self._inbox = inbox
+        self._feed = PrefixFeed(legs.pool)
+        self._fit = StepTimeFit()
         self._events: Events = {}
         self._steps: list[SequenceStep] = []  # scheduled
 
@@ -70,6 +74,7 @@ class PrefillEngine:
                 for command in commands:
                     self._perform(self._command(session, command))
             case SessionEnded(session):
+                self._feed.forget(session)
                 self._perform(self._legs.session_ended(session))
             case RankMessage(rank, message) if (news := news_of(rank, message)) is not None:
                 self._transfer(rank, news)
@@ -91,8 +96,10 @@ class PrefillEngine:
         steps = self._steps
         if not self._pass_gate("prefill.chunk", steps):
             return
+        began = time.monotonic()
         drawn = self._runner.prefill(steps, lambda low, high: push_layers(self._sender, steps, low, high))
         ended_at = time.monotonic()
+        self._fit.observe(prefill_features([(step.start, step.end) for step in steps]), ended_at - began)
         self._pass_gate("prefill.chunk_done", steps)
         if ended := [step for step in steps if step.draw is not None]:
             self._pass_gate("prefill.after_prefill", ended)
@@ -105,12 +112,17 @@ class PrefillEngine:
 
     def take_events(self) -> Events:
         """Events since the last call, by session."""
+        for session, event in self._feed.take():
+            self._events.setdefault(session, []).append(event)
         events, self._events = self._events, {}
         return events
 
     def load(self) -> pb.Load:
         """The worker in numbers."""
-        return self._legs.load()
+        load = self._legs.load()
+        if (law := self._fit.law) is not None:
+            load.step_time.CopyFrom(pb.StepTime(a=law.a, b=law.b, c=law.c))
+        return load
 
     def fail_all(self, error: BatonError) -> None:
         """Only the routers are told: the ranks may be out of reach."""
@@ -129,6 +141,9 @@ class PrefillEngine:
             case "release":
                 reach("prefill.released")
                 return self._legs.release(key_of(command.release.leg))
+            case "watch_prefixes":
+                self._feed.watch(session)
+                return []
             case other:
                 log.warning("a prefill worker takes no %s", other)
                 return []

@@ -30,6 +30,9 @@ SERVER_OPTIONS = (
 )
 
 
+MAX_PENDING_PREFIXES = 1 << 16  # digests that wait to be written to one router, a snapshot aside
+
+
 @dataclass(frozen=True, slots=True)
 class SessionParams:
     """Clocks of a session, in seconds."""
@@ -44,18 +47,25 @@ class _Session:
     def __init__(self, router_id: str, welcome: pb.Welcome) -> None:
         self.router_id = router_id
         self.pending: list[pb.WorkerEvent] = [pb.WorkerEvent(welcome=welcome)]
+        self.pending_prefixes = 0
         self.load = pb.Load()
         self.wake = asyncio.Event()
         self.wake.set()
         self.heard = True
 
     def add(self, events: Sequence[pb.WorkerEvent]) -> None:
-        self.pending += events
+        self.pending += [event for event in events if not event.HasField("prefixes") or self._keep(event.prefixes)]
         self.wake.set()
+
+    def _keep(self, changes: pb.PrefixChanges) -> bool:
+        """A router that does not read misses changes of the prefix cache, and asks anew when it sees the gap."""
+        if not changes.snapshot:
+            self.pending_prefixes += len(changes.added) + len(changes.removed)
+        return changes.snapshot or self.pending_prefixes <= MAX_PENDING_PREFIXES
 
     def take(self) -> pb.WorkerMessage:
         message = pb.WorkerMessage(events=self.pending, load=self.load)
-        self.pending = []
+        self.pending, self.pending_prefixes = [], 0
         self.wake.clear()
         return message
 

@@ -13,7 +13,7 @@ class RouterMessage(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[RouterCommand, _Mapping]]] = ...) -> None: ...
 
 class RouterCommand(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "cancel", "release", "handover", "hold", "give")
+    __slots__ = ("hello", "reserve", "prefill", "cancel", "release", "handover", "hold", "give", "watch_prefixes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class RouterCommand(_message.Message):
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     GIVE_FIELD_NUMBER: _ClassVar[int]
+    WATCH_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reserve: Reserve
     prefill: Prefill
@@ -30,7 +31,8 @@ class RouterCommand(_message.Message):
     handover: Handover
     hold: Hold
     give: Give
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ...) -> None: ...
+    watch_prefixes: WatchPrefixes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., watch_prefixes: _Optional[_Union[WatchPrefixes, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "worker_id", "worker_incarnation")
@@ -165,6 +167,10 @@ class Give(_message.Message):
     ticket: bytes
     def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
+class WatchPrefixes(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WorkerMessage(_message.Message):
     __slots__ = ("events", "load")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -174,7 +180,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("welcome", "ticket", "first", "sent", "committed", "tokens", "preempted", "failed", "unsent", "held", "want")
+    __slots__ = ("welcome", "ticket", "first", "sent", "committed", "tokens", "preempted", "failed", "unsent", "held", "want", "prefixes")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +192,7 @@ class WorkerEvent(_message.Message):
     UNSENT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     ticket: Ticket
     first: FirstTokens
@@ -197,7 +204,8 @@ class WorkerEvent(_message.Message):
     unsent: Unsent
     held: Held
     want: Want
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., first: _Optional[_Union[FirstTokens, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., unsent: _Optional[_Union[Unsent, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ...) -> None: ...
+    prefixes: PrefixChanges
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., first: _Optional[_Union[FirstTokens, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., unsent: _Optional[_Union[Unsent, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixChanges, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "model_fingerprint", "max_model_len", "vocab_size", "block_size", "total_blocks", "max_batch_tokens", "max_sequences", "lookahead", "clock")
@@ -228,7 +236,7 @@ class Welcome(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., lookahead: _Optional[int] = ..., clock: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "used_blocks", "cached_blocks", "total_blocks", "steps", "preemptions", "prefix_hit_tokens", "prefix_query_tokens", "computed_prompt_tokens", "held_legs", "fetched_prompt_tokens", "spec_drafts", "spec_draft_tokens", "spec_accepted_tokens")
+    __slots__ = ("running", "waiting", "waiting_tokens", "used_blocks", "cached_blocks", "total_blocks", "steps", "preemptions", "prefix_hit_tokens", "prefix_query_tokens", "computed_prompt_tokens", "held_legs", "fetched_prompt_tokens", "spec_drafts", "spec_draft_tokens", "spec_accepted_tokens", "step_time")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +253,7 @@ class Load(_message.Message):
     SPEC_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     SPEC_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPEC_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -261,7 +270,18 @@ class Load(_message.Message):
     spec_drafts: int
     spec_draft_tokens: int
     spec_accepted_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., held_legs: _Optional[int] = ..., fetched_prompt_tokens: _Optional[int] = ..., spec_drafts: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ...) -> None: ...
+    step_time: StepTime
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., held_legs: _Optional[int] = ..., fetched_prompt_tokens: _Optional[int] = ..., spec_drafts: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., step_time: _Optional[_Union[StepTime, _Mapping]] = ...) -> None: ...
+
+class StepTime(_message.Message):
+    __slots__ = ("a", "b", "c")
+    A_FIELD_NUMBER: _ClassVar[int]
+    B_FIELD_NUMBER: _ClassVar[int]
+    C_FIELD_NUMBER: _ClassVar[int]
+    a: float
+    b: float
+    c: float
+    def __init__(self, a: _Optional[float] = ..., b: _Optional[float] = ..., c: _Optional[float] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("leg", "ticket", "cached_tokens", "waited_s")
@@ -416,3 +436,15 @@ class Want(_message.Message):
     start: int
     stop: int
     def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., ticket: _Optional[bytes] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class PrefixChanges(_message.Message):
+    __slots__ = ("sequence", "snapshot", "added", "removed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    snapshot: bool
+    added: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., snapshot: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...

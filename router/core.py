@@ -25,7 +25,8 @@ from .lives import Lives
 from .metrics import Metrics, RouterState, WorkerState
 from .moves import Moves
 from .params import RouterParams
-from .placement import POLICIES
+from .placement.choose import Objectives
+from .placer import Placer
 from .requests import ChoiceEnd, Prepared
 from .sessions import Member, SessionPool
 from .validate import ModelFacts
@@ -46,8 +47,10 @@ class Core:
         self._idle.set()
         self.metrics = Metrics(params.served_name, self.state)
         self.sessions = SessionPool(params.router_id, params.heartbeat_s, params.dead_after_s, self)
-        policies = POLICIES[params.prefill_placement](), POLICIES[params.decode_placement]()
-        self.lives = Lives(self.sessions, policies, rng, self, asyncio.get_running_loop().call_later)
+        objectives = Objectives(params.ttft_objective_s, params.tpot_objective_s)
+        names = params.prefill_placement, params.decode_placement
+        placer = Placer(names, objectives, params.prefix_events, rng)
+        self.lives = Lives(self.sessions, placer, self, asyncio.get_running_loop().call_later)
         self.moves = Moves(self.sessions, self.lives)
 
     # ---- towards the frontends -------------------------------------------------------------------------------------
@@ -139,6 +142,8 @@ class Core:
 
     def session_event(self, peer: Peer, event: pb.WorkerEvent) -> None:
         """A worker said something about a leg; what concerns requests that are over is late news."""
+        if event.HasField("prefixes"):
+            self.lives.dispatcher.prefixes_changed(peer, event.prefixes)
         for request_id, life_event in translate(peer, event):
             live = self.lives.get(request_id)
             if live is None:
@@ -168,6 +173,7 @@ class Core:
                 record.prefilled(event.first, time.monotonic(), clock)
             case "sent":
                 record.sent(event.sent)
+                self.lives.dispatcher.sent(live, event.sent)
                 metrics.transfer_seconds.observe(event.sent.transfer_s)
                 metrics.transfer_bytes.observe(event.sent.bytes)
             case "committed":

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 
 from ..proto import worker_pb2 as pb
-from ..proto.errors import BatonError, Unavailable
+from ..proto.errors import BatonError, Exhausted, Unavailable
 from . import life_messages as m
 from .gate import LookaheadGate
 from .life_messages import LegKey, Peer
 from .live import Live
-from .placement import Candidate, LegId, Outstanding, Policy, Room, pick
+from .outstanding import LegId, Room
+from .placement.policy import Choice, Demand
+from .placer import Placer, Site
+from .prefix_index import Prefix
 from .sessions import Session, SessionPool
 
 RETRY_AFTER_S = 1.0
@@ -30,21 +32,23 @@ def room(session: Session) -> Room:
     return Room(free * welcome.block_size if not load.waiting else 0, seats)
 
 
+def site(session: Session) -> Site:
+    """A worker as the placer sees it."""
+    host = session.member.address.rpartition(":")[0]
+    return Site(session.member.peer, host, session.welcome or pb.Welcome(), session.load)
+
+
 class Dispatcher:
     """What it finds out is reported through `report` as an event of the request's life."""
 
     def __init__(
         self,
         sessions: SessionPool,
-        prefill_policy: Policy,
-        decode_policy: Policy,
-        rng: random.Random,
+        placer: Placer,
         report: Callable[[str, m.Event], None],
     ) -> None:
         self._sessions = sessions
-        self._policies = {"prefill": prefill_policy, "decode": decode_policy}
-        self._loads = {"prefill": Outstanding(), "decode": Outstanding()}
-        self._rng = rng
+        self.placer = placer
         self._report = report
         self._gates: dict[Peer, LookaheadGate] = {}
         self._at_gate: dict[LegId, tuple[Peer, float]] = {}
@@ -54,6 +58,9 @@ class Dispatcher:
 
     def worker_up(self, peer: Peer, welcome: pb.Welcome) -> None:
         """A session with a worker began."""
+        self.placer.index.worker_up(peer, welcome)
+        if self.placer.watches(welcome.role):
+            self._watch(peer)
         if welcome.role == "prefill":
             self._gates[peer] = LookaheadGate(welcome.lookahead * welcome.max_batch_tokens)
         self.look_again()
@@ -67,6 +74,25 @@ class Dispatcher:
     def worker_lost(self, peer: Peer) -> None:
         """A session ended; to be called before the legs there are told."""
         self._gates.pop(peer, None)
+        self.placer.index.worker_lost(peer)
+
+    def prefixes_changed(self, peer: Peer, changes: pb.PrefixChanges) -> None:
+        """The worker said which prefixes it holds."""
+        if not self.placer.index.changed(peer, changes):
+            self._watch(peer)
+
+    def sent(self, live: Live, report: pb.Sent) -> None:
+        """A leg's KV reached its decode worker."""
+        placed = live.life.legs.get(report.leg.attempt)
+        source = self._sessions.get(placed.prefill) if placed is not None and placed.prefill else None
+        target = self._sessions.get(placed.decode) if placed is not None and placed.decode else None
+        if source is not None and target is not None:
+            self.placer.rates.observe(site(source).host, site(target).host, report.bytes, report.transfer_s)
+
+    def _watch(self, peer: Peer) -> None:
+        session = self._sessions.get(peer)
+        if session is not None:
+            session.send(pb.RouterCommand(watch_prefixes=pb.WatchPrefixes()))
 
     # ---- placing ---------------------------------------------------------------------------------------------------
 
@@ -75,8 +101,13 @@ class Dispatcher:
         if action.source is not None:
             self._place_beside(live, action, action.source)
             return
-        prefill = self._pick("prefill", action, None)
-        decode = self._pick("decode", action, model_of(prefill)) if prefill and action.needs_decode else None
+        demand, prefix = _demand(live, action), _prefix(live, action)
+        prefills = self._sessions.ready("prefill")
+        prefill, first = self._choose("prefill", demand, prefix, prefills, None, action)
+        decode, second = None, None
+        if prefill is not None and action.needs_decode:
+            alike = [s for s in self._sessions.ready("decode") if model_of(s) == model_of(prefill)]
+            decode, second = self._choose("decode", demand, prefix, alike, prefill, action)
         if prefill is None or (action.needs_decode and decode is None):
             error = _nobody("decode" if prefill else "prefill", action)
             if action.patient and error is not action.refused:
@@ -84,51 +115,54 @@ class Dispatcher:
             else:
                 self._report(live.request_id, m.Unplaceable(action.leg, error))
             return
-        leg = live.life.legs[action.leg.attempt]
+        late_s = max((choice.late_s for choice in (first, second) if choice is not None), default=0.0)
+        if late_s and action.cause == "first":
+            self._report(live.request_id, m.Unplaceable(action.leg, _late(late_s)))
+            return
         leg_id = LegId(live.request_id, action.leg)
-        generated = len(live.life.generated(leg))
-        held = len(live.request.prompt_ids) + generated
-        self._loads["prefill"].add(leg_id, prefill.member.peer, held)
+        self.placer.to_prefill(leg_id, prefill.member.peer, demand, prefix)
         if decode is not None:
-            left = (live.life.max_tokens - generated) * len(leg.choices)
-            self._loads["decode"].add(leg_id, decode.member.peer, held + left)
+            self.placer.to_decode(leg_id, decode.member.peer, demand, prefix)
         live.record.placed(prefill.member.peer.worker_id, decode.member.peer.worker_id if decode else "")
         decode_peer = decode.member.peer if decode else None
         self._report(live.request_id, m.Placed(action.leg, prefill.member.peer, decode_peer))
 
     def _place_beside(self, live: Live, action: m.Place, source: Peer) -> None:
         """Another decode worker for KV that `source` has; one with room for it now, where there is one."""
-        leg = live.life.legs[action.leg.attempt]
-        most = len(live.request.prompt_ids) + live.life.max_tokens
+        demand, prefix = _demand(live, action), _prefix(live, action)
         session = self._sessions.get(source)
         model = model_of(session) if session is not None else ""
         others = [s for s in self._sessions.ready("decode") if model_of(s) == model and s.member.peer != source]
+        most = len(live.request.prompt_ids) + live.life.max_tokens
         roomy = [s for s in others if room(s).fits(most) and s.member.peer not in action.avoid]
-        decode = self._choose("decode", roomy or others, action)
+        decode, _ = self._choose("decode", demand, prefix, roomy or others, session, action)
         if decode is None:
             self._report(live.request_id, m.Unplaceable(action.leg, _nobody("decode", action)))
             return
-        held = len(live.request.prompt_ids) + len(leg.generated)
-        left = (live.life.max_tokens - len(leg.generated)) * len(leg.choices)
-        self._loads["decode"].add(LegId(live.request_id, action.leg), decode.member.peer, held + left)
+        self.placer.to_decode(LegId(live.request_id, action.leg), decode.member.peer, demand, prefix)
         live.record.moved(decode.member.peer.worker_id)
         self._report(live.request_id, m.Placed(action.leg, source, decode.member.peer))
 
-    def _pick(self, role: str, action: m.Place, model: str | None) -> Session | None:
-        sessions = [s for s in self._sessions.ready(role) if model is None or model_of(s) == model]
-        return self._choose(role, sessions, action)
-
-    def _choose(self, role: str, sessions: Sequence[Session], action: m.Place) -> Session | None:
-        peers = [session.member.peer for session in sessions]
-        peer = pick(
-            self._policies[role],
-            [Candidate(peer, self._loads[role].of(peer)) for peer in peers],
-            self._rng,
+    def _choose(
+        self,
+        role: str,
+        demand: Demand,
+        prefix: Prefix,
+        sessions: Sequence[Session],
+        source: Session | None,
+        action: m.Place,
+    ) -> tuple[Session | None, Choice | None]:
+        choice = self.placer.choose(
+            role,
+            demand,
+            prefix,
+            [site(session) for session in sessions],
+            site(source) if source is not None else None,
             prefer=action.prefer if role == "prefill" else None,
             avoid=action.avoid,
             may_use_avoided=action.refused is None or role == "prefill",
         )
-        return None if peer is None else self._sessions.get(peer)
+        return (None, None) if choice is None else (self._sessions.get(choice.peer), choice)
 
     # ---- the lookahead ---------------------------------------------------------------------------------------------
 
@@ -145,7 +179,7 @@ class Dispatcher:
     def prefill_over(self, live: Live, leg: LegKey) -> None:
         """The leg occupies its prefill worker's compute no more."""
         leg_id = LegId(live.request_id, leg)
-        self._loads["prefill"].remove(leg_id)
+        self.placer.over("prefill", leg_id)
         peer, _ = self._at_gate.pop(leg_id, (None, 0.0))
         gate = self._gates.get(peer) if peer is not None else None
         if gate is not None:
@@ -154,7 +188,7 @@ class Dispatcher:
     def leg_over(self, live: Live, leg: LegKey) -> None:
         """The leg occupies its decode worker no more, nor waits for one."""
         leg_id = LegId(live.request_id, leg)
-        self._loads["decode"].remove(leg_id)
+        self.placer.over("decode", leg_id)
         self._unplaced.pop(leg_id, None)
 
     def waited(self, request_id: str, leg: LegKey) -> float:
@@ -194,6 +228,18 @@ class Dispatcher:
         session.send(command)
 
 
+def _demand(live: Live, action: m.Place) -> Demand:
+    leg = live.life.legs[action.leg.attempt]
+    generated = len(leg.generated)
+    tokens, output = len(live.request.prompt_ids) + generated, live.life.max_tokens - generated
+    return Demand(tokens, output, len(leg.choices), live.request.session)
+
+
+def _prefix(live: Live, action: m.Place) -> Prefix:
+    generated = live.life.legs[action.leg.attempt].generated
+    return Prefix(live.request.prompt_ids + generated, live.request.cache_salt)
+
+
 def _leg(live: Live, key: LegKey) -> pb.Leg:
     leg = live.life.legs[key.attempt]
     return pb.Leg(
@@ -216,3 +262,7 @@ def _nobody(role: str, action: m.Place) -> BatonError:
     if action.refused is not None and role == "decode":
         return action.refused
     return Unavailable(f"no {role} worker is ready", retry_after_s=RETRY_AFTER_S)
+
+
+def _late(late_s: float) -> BatonError:
+    return Exhausted("no worker is predicted to keep the latency objective", retry_after_s=late_s)

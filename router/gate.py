@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .placement import LegId
+from .outstanding import LegId
 
 
 class _Entry(NamedTuple):

@@ -152,6 +152,7 @@ def client_request(request: api.GenerateRequest, metadata: dict[str, str], left_
         include_stop=request.include_stop,
         logprobs=given("logprobs"),
         cache_salt=request.cache_salt,
+        session=request.session_id,
         deadline_s=left_s,
     )
 

@@ -7,7 +7,6 @@ no clock going: sessions, timers and the audience are given, so that the simulat
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from . import life_messages as m
 from .dispatch import Dispatcher
 from .life_messages import Peer
 from .live import Live
-from .placement import Policy
+from .placer import Placer
 from .sessions import SessionPool
 from .story import Stories
 
@@ -48,12 +47,11 @@ class Lives:
     def __init__(
         self,
         sessions: SessionPool,
-        policies: tuple[Policy, Policy],
-        rng: random.Random,
+        placer: Placer,
         audience: Audience,
         later: Later,
     ) -> None:
-        self.dispatcher = Dispatcher(sessions, *policies, rng, self._report)
+        self.dispatcher = Dispatcher(sessions, placer, self._report)
         self.stories = Stories()
         self._audience = audience
         self._later = later

@@ -16,7 +16,7 @@ from .leg_table import LegState
 from .life_messages import LegKey
 from .live import Live
 from .lives import Lives
-from .placement import Room
+from .outstanding import Room
 from .sessions import SessionPool
 
 PERIOD_S = 0.2

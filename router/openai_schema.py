@@ -63,6 +63,7 @@ class _Request(BaseModel):
 
     model: str | None = None
     user: str | None = None  # a label
+    session_id: str | None = None  # else user
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -111,6 +112,7 @@ class _Request(BaseModel):
             "ignore_eos": bool(self.ignore_eos),
             "include_stop": bool(self.include_stop_str_in_output),
             "cache_salt": self.cache_salt or "",
+            "session": self.session_id or self.user or "",
         }
 
 

@@ -31,8 +31,11 @@ class RouterParams:
     grpc_address: str
     http_address: str
     membership_address: str  # of the controller's Membership service
-    prefill_placement: str  # a name in placement.POLICIES
-    decode_placement: str
+    prefill_placement: str  # a name in placement.choose.PREFILL
+    decode_placement: str  # in DECODE
+    prefix_events: bool  # workers say what their prefix caches hold, where placement asks for it; else it is guessed
+    ttft_objective_s: float | None  # latency-aware placement refuses what it predicts to miss them; None: nothing
+    tpot_objective_s: float | None
     heartbeat_s: float
     dead_after_s: float
     request_deadline_s: float

@@ -37,6 +37,7 @@ class ClientRequest:
     include_stop: bool = False
     logprobs: int | None = None
     cache_salt: str = ""
+    session: str = ""
     deadline_s: float | None = None  # time that the client gives it
 
 
@@ -50,6 +51,7 @@ class Prepared:
     include_stop: bool
     label: str
     cache_salt: str
+    session: str  # requests of one conversation or user, for placement; "": of none
     deadline_s: float
 
 

@@ -21,7 +21,7 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_SEED = (1 << 64) - 1
 MAX_INT32 = (1 << 31) - 1
-MAX_LABEL_CHARS = 256  # of request_id and cache_salt
+MAX_LABEL_CHARS = 256  # of request_id, cache_salt and session_id
 
 
 class ModelFacts(NamedTuple):
@@ -146,7 +146,8 @@ def _bias(request: ClientRequest, limits: RequestLimits, vocab_size: int) -> dic
 
 
 def _check_labels(request: ClientRequest) -> None:
-    for field, value in (("request_id", request.label), ("cache_salt", request.cache_salt)):
+    labels = (("request_id", request.label), ("cache_salt", request.cache_salt), ("session_id", request.session))
+    for field, value in labels:
         if len(value) > MAX_LABEL_CHARS:
             raise _refuse(field, f"at most {MAX_LABEL_CHARS} characters, got {len(value)}")
 
@@ -201,4 +202,13 @@ def prepare(
     )
     given = deadline_s if request.deadline_s is None else min(deadline_s, request.deadline_s)
     stops = _stops(request, limits)
-    return Prepared(prompt_ids, sampling, stops, request.include_stop, request.label, request.cache_salt, given)
+    return Prepared(
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        stops=stops,
+        include_stop=request.include_stop,
+        label=request.label,
+        cache_salt=request.cache_salt,
+        session=request.session,
+        deadline_s=given,
+    )

@@ -266,7 +266,7 @@ def test_a_walk_never_leaks_a_block_and_every_leg_ends_once(seed: int, blocks: i
     for one in seen:
         book.do(book.legs.release(one.key))
     assert book.pool.used == 0
-    assert book.legs.load() == pb.Load(**_counters(book))
+    assert book.legs.load() == _counters(book)
     ends: dict[LegKey, list[str]] = {}
     for event in book.told:
         kind = str(event.WhichOneof("event"))
@@ -279,11 +279,17 @@ def test_a_walk_never_leaks_a_block_and_every_leg_ends_once(seed: int, blocks: i
             assert {"first", "failed"} & set(ends[one.key])
 
 
-def _counters(book: PrefillBook) -> dict[str, int]:
+def _counters(book: PrefillBook) -> pb.Load:
     """What a load says of an idle worker: totals that only grow, and the cache."""
     load = book.legs.load()
-    names = ("cached_blocks", "total_blocks", "steps", "prefix_hit_tokens", "prefix_query_tokens")
-    return {name: getattr(load, name) for name in (*names, "computed_prompt_tokens")}
+    return pb.Load(
+        cached_blocks=load.cached_blocks,
+        total_blocks=load.total_blocks,
+        steps=load.steps,
+        prefix_hit_tokens=load.prefix_hit_tokens,
+        prefix_query_tokens=load.prefix_query_tokens,
+        computed_prompt_tokens=load.computed_prompt_tokens,
+    )
 
 
 def test_effects_name_the_session_of_the_leg() -> None:

@@ -12,7 +12,7 @@ import pytest_asyncio
 from baton.proto import worker_pb2 as pb
 from baton.router.life_messages import LegKey
 from baton.router.moves import AT_ONCE, Stream, due
-from baton.router.placement import Room
+from baton.router.outstanding import Room
 from baton.tests.harness.router_rig import Collected, FakeWorker, RouterRig, ref_of, router_rig, say
 
 LONG = "abcdefghijklmnopqrstuvwxyz" * 3

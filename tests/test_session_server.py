@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from baton.proto import worker_pb2 as pb
-from baton.proto.session_server import SERVER_OPTIONS, SessionParams, SessionServer
+from baton.proto.session_server import MAX_PENDING_PREFIXES, SERVER_OPTIONS, SessionParams, SessionServer
 from baton.proto.worker_pb2_grpc import WorkerStub, add_WorkerServicer_to_server
 
 WELCOME = pb.Welcome(worker_id="decode-0", incarnation="b")
@@ -121,6 +121,25 @@ async def test_all_events_of_one_turn_travel_in_one_message() -> None:
         message = await call.read()
         assert [event.committed.leg.request_id for event in message.events] == ["a", "b", "c"]
         assert message.load.steps == 2
+
+
+def prefixes(sequence: int, blocks: int, *, snapshot: bool = False) -> pb.WorkerEvent:
+    changes = pb.PrefixChanges(sequence=sequence, snapshot=snapshot, added=range(blocks))
+    return pb.WorkerEvent(prefixes=changes)
+
+
+async def test_a_router_that_does_not_read_misses_prefixes_but_no_other_event_and_no_snapshot() -> None:
+    many = MAX_PENDING_PREFIXES // 2 + 1
+    async with served(heartbeat_s=10) as made, made.call(hello()) as call:
+        await call.read()
+        made.service.deliver({1: [prefixes(1, many), prefixes(2, many), committed("a"), prefixes(3, 1)]}, pb.Load())
+        made.service.deliver({1: [prefixes(3, 9, snapshot=True)]}, pb.Load())
+        message = await call.read()
+        said = [(event.prefixes.sequence, event.prefixes.snapshot) for event in message.events]
+        assert said == [(1, False), (0, False), (3, True)]
+        assert message.events[1].committed.leg.request_id == "a"
+        made.service.deliver({1: [prefixes(4, many)]}, pb.Load())
+        assert [event.prefixes.sequence for event in (await call.read()).events] == [4]
 
 
 async def test_heartbeats_carry_the_load() -> None:

@@ -12,6 +12,7 @@ from baton.decode_worker.intake import Intake, Reservation
 from baton.decode_worker.legs import DecodeLegs
 from baton.decode_worker.outgoing import Outgoing
 from baton.engine.block_pool import BlockPool
+from baton.engine.prefix_feed import PrefixFeed
 from baton.prefill_worker.effects import FinishTransfer
 from baton.prefill_worker.legs import PrefillLegs
 from baton.proto import worker_pb2 as pb
@@ -91,6 +92,7 @@ _BROKEN: dict[str, list[tuple[type, str, object]]] = {
     "prefix caches ignore the salt": [(BlockPool, "match", _unsalted_match), (BlockPool, "publish", _unsalted_publish)],
     "the ledger repeats tokens": [(Ledger, "accept", _says_twice)],
     "a cancel leaks the reservation": [(DecodeLegs, "cancel", _cancels_on_paper)],
+    "evictions are not told": [(PrefixFeed, "removed", lambda feed, digest: None)],
     "legs outlive their session": [(DecodeLegs, "session_ended", lambda legs, session: [])],
 }
 NAMES = list(_BROKEN)

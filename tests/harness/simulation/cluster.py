@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from baton.proto import worker_pb2 as pb
+from baton.proto.block_digests import short_digest
 from baton.proto.errors import BatonError, Cancelled, DeadlineExceeded, Exhausted, TransferFailed, Unavailable
 from baton.router import life_messages as m
 from baton.router.life_messages import Peer
 from baton.router.live import Live
 from baton.router.lives import Lives
-from baton.router.placement import LeastLoaded
+from baton.router.placement.choose import Objectives
+from baton.router.placer import Placer
 from baton.router.requests import Prepared
 from baton.router.sessions import Member
 from baton.router.worker_events import translate
@@ -55,8 +57,9 @@ class Cluster:
         self.history: dict[Peer, Process] = {}
         self.wires: list[tuple[Wire, str, str]] = []
         self.sessions = Sessions(self)
-        policies = LeastLoaded(), LeastLoaded()
-        self.lives = Lives(cast(Any, self.sessions), policies, self.world.rng, self, self.world.at)
+        policy = "prefix_aware" if scenario.seed % 2 else "least_loaded"
+        placer = Placer((policy, policy), Objectives(None, None), True, self.world.rng)
+        self.lives = Lives(cast(Any, self.sessions), placer, self, self.world.at)
         self.clients = {ask.request_id: self._client(ask) for ask in scenario.asks}
         self.faulty = bool(scenario.faults)
         self.last_end = 0.0
@@ -132,6 +135,7 @@ class Cluster:
             include_stop=False,
             label="",
             cache_salt=ask.salt,
+            session="",
             deadline_s=ask.deadline_s,
         )
         client.arrived = self.world.disturbed = now
@@ -148,6 +152,8 @@ class Cluster:
 
     def heard(self, peer: Peer, event: pb.WorkerEvent) -> None:
         """As `Core.session_event`."""
+        if event.HasField("prefixes"):
+            self.lives.dispatcher.prefixes_changed(peer, event.prefixes)
         for request_id, news in translate(peer, event):
             live = self.lives.get(request_id)
             if live is None:
@@ -223,9 +229,22 @@ class Cluster:
         if running:
             return f"I1: {running} have not ended"
         dispatcher = self.lives.dispatcher
-        loads = [load._peers for load in dispatcher._loads.values()]
+        loads = [load._peers for load in dispatcher.placer._loads.values()]
         gates = [leg for gate in dispatcher._gates.values() for leg in (*gate._waiting, *gate._through)]
         waiting = [*dispatcher._at_gate, *dispatcher._unplaced]
         if any(loads) or gates or waiting or len(self.lives):
             return f"the router still counts {loads}, {gates}, {waiting}"
-        return next((found for p in self.processes.values() if p.alive and (found := p.problem())), "")
+        alive = [process for process in self.processes.values() if process.alive]
+        return next((found for p in alive if (found := p.problem() or self._misbelief(p))), "")
+
+    def _misbelief(self, process: Process) -> str:
+        """Where the router knows other prefixes of a worker than those that it holds; empty when it does not."""
+        placer, peer = self.lives.dispatcher.placer, Peer(process.worker_id, process.incarnation)
+        session = self.sessions.get(peer)
+        if session is None or session.welcome is None or not placer.watches(process.spec.role):
+            return ""
+        _, known = placer.index._workers[peer]
+        held = process.pool.prefixes
+        if len(known) == len(held) and all(short_digest(digest) in known for digest in held):
+            return ""
+        return f"the router knows {len(known)} blocks of {process.worker_id}, which holds {len(held)}"

@@ -1,0 +1,23 @@
+"""Transfer-aware: prefix-aware, with the way that new KV has to go.
+
+The tokens that must travel count as often as the way is longer than the shortest one, by the bytes a second that were
+measured between the two machines (`router/transfer_rates.py`). Where all ways are equal, this is prefix-aware.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from .policy import Candidate, Choice, Demand, least
+
+
+class TransferAware:
+    """Outstanding tokens plus those that are not cached, times their way."""
+
+    uses_prefixes = True
+
+    def choose(self, demand: Demand, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        """One of the cheapest."""
+        costs = [c.outstanding + (demand.tokens - c.cached) * c.distance for c in candidates]
+        return Choice(least(costs, candidates, rng).peer)

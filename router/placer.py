@@ -1,0 +1,101 @@
+"""Where legs go: the pool's policies over all that this router knows of its workers. Pure: a simulator runs it too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from ..proto import worker_pb2 as pb
+from ..proto.step_time import StepTime
+from .life_messages import Peer
+from .outstanding import LegId, Outstanding, Work
+from .placement.choose import DECODE, PREFILL, Objectives, choose
+from .placement.policy import Candidate, Choice, Demand, Policy
+from .prefix_index import Prefix, PrefixIndex
+from .transfer_rates import TransferRates
+
+
+class Site(NamedTuple):
+    """A ready worker: the machine that it is on, what it said of itself, and its latest load."""
+
+    peer: Peer
+    host: str
+    welcome: pb.Welcome
+    load: pb.Load
+
+
+class Placer:
+    """`names`: of the policies for the prefill and the decode pool. `told`: see PrefixIndex."""
+
+    def __init__(self, names: tuple[str, str], objectives: Objectives, told: bool, rng: random.Random) -> None:
+        self._policies: dict[str, Policy] = {
+            "prefill": PREFILL[names[0]](objectives),
+            "decode": DECODE[names[1]](objectives),
+        }
+        self._loads = {"prefill": Outstanding(), "decode": Outstanding()}
+        self._rng = rng
+        self.index = PrefixIndex(told)
+        self.rates = TransferRates()
+
+    def watches(self, role: str) -> bool:
+        """Whether the workers of this pool are to say which prefixes they hold."""
+        return self.index.told and self._policies[role].uses_prefixes
+
+    def choose(
+        self,
+        role: str,
+        demand: Demand,
+        prefix: Prefix,
+        sites: Sequence[Site],
+        source: Site | None,
+        *,
+        prefer: Peer | None,
+        avoid: Collection[Peer],
+        may_use_avoided: bool,
+    ) -> Choice | None:
+        """The worker for a leg, whose KV comes from `source` (for a decode worker); None when there is none."""
+        distances = self.rates.distances(source.host, [site.host for site in sites]) if source else [1.0] * len(sites)
+        return choose(
+            self._policies[role],
+            demand,
+            [self._candidate(role, site, prefix, distance) for site, distance in zip(sites, distances, strict=True)],
+            self._rng,
+            prefer=prefer,
+            avoid=avoid,
+            may_use_avoided=may_use_avoided,
+        )
+
+    def to_prefill(self, leg: LegId, peer: Peer, demand: Demand, prefix: Prefix) -> None:
+        """The leg was placed on that prefill worker."""
+        cached = self._cached("prefill", peer, prefix)
+        self._loads["prefill"].add(leg, peer, Work(demand.tokens - cached, demand.tokens**2 - cached**2, 1))
+        self._sent("prefill", peer, prefix)
+
+    def to_decode(self, leg: LegId, peer: Peer, demand: Demand, prefix: Prefix) -> None:
+        """The leg was placed on that decode worker."""
+        self._loads["decode"].add(leg, peer, Work(demand.tokens + demand.output * demand.choices, 0, demand.choices))
+        self._sent("decode", peer, prefix)
+
+    def over(self, role: str, leg: LegId) -> None:
+        """The leg occupies its worker of that pool no more."""
+        self._loads[role].remove(leg)
+
+    def _candidate(self, role: str, site: Site, prefix: Prefix, distance: float) -> Candidate:
+        loads, law = self._loads[role], site.load.step_time
+        return Candidate(
+            peer=site.peer,
+            outstanding=loads.tokens(site.peer),
+            works=loads.works(site.peer),
+            cached=self._cached(role, site.peer, prefix),
+            law=StepTime(law.a, law.b, law.c) if site.load.HasField("step_time") else None,
+            step_tokens=max(1, site.welcome.max_batch_tokens),
+            distance=distance,
+        )
+
+    def _cached(self, role: str, peer: Peer, prefix: Prefix) -> int:
+        return self.index.cached(peer, prefix) if self._policies[role].uses_prefixes else 0
+
+    def _sent(self, role: str, peer: Peer, prefix: Prefix) -> None:
+        if self._policies[role].uses_prefixes:
+            self.index.sent(peer, prefix)
