@@ -91,6 +91,9 @@ class FakeWorker(WorkerServicer):
         self.on_hold: Callable[[Key, int], None] = self.hold
         self.ended: dict[Key, set[int]] = {}  # choices that the router ended, by leg
         self.used_blocks = 0  # at least, as the load says
+        self.step_time: pb.StepTime | None = None  # as the load says
+        self.watched = 0  # how often the router asked for all prefixes
+        self.on_watch: Callable[[], None] = lambda: None
         self.kept: set[Key] = set()  # legs whose only choice left the batch
         self._server: grpc.aio.Server | None = None
         self.address = ""
@@ -137,7 +140,8 @@ class FakeWorker(WorkerServicer):
                 message = pb.WorkerMessage()
             if not self.muted:
                 used = max(self.used_blocks, len(self.held))
-                message.load.CopyFrom(pb.Load(running=len(self.held), total_blocks=64, used_blocks=used))
+                load = pb.Load(running=len(self.held), total_blocks=64, used_blocks=used, step_time=self.step_time)
+                message.load.CopyFrom(load)
                 await context.write(message)
 
     async def _command(self, command: pb.RouterCommand, context: Any) -> None:
@@ -146,6 +150,10 @@ class FakeWorker(WorkerServicer):
             if command.hello.worker_incarnation != self.incarnation:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
             self.emit(welcome=self._welcome())
+            return
+        if kind == "watch_prefixes":
+            self.watched += 1
+            self.on_watch()
             return
         body = getattr(command, kind or "")
         key = key_of(body.leg)
