@@ -18,6 +18,7 @@ from ..proto.errors import BatonError, Cancelled, DeadlineExceeded, Exhausted, I
 from ..text.tokenizer import Tokenizer
 from . import life_messages as m
 from .dispatch import RETRY_AFTER_S, model_of
+from .drain_rate import DrainRate
 from .leg_table import LegState
 from .life_messages import Peer
 from .live import Answer, Live
@@ -43,6 +44,7 @@ class Core:
         self._tokenizer = tokenizer
         self._facts: ModelFacts | None = None
         self._stopping = False
+        self._drained = DrainRate(time.monotonic())
         self._idle = asyncio.Event()
         self._idle.set()
         self.metrics = Metrics(params.served_name, self.state)
@@ -77,9 +79,11 @@ class Core:
         """Takes a request. Raises Exhausted when too many are in flight, Unavailable while stopping."""
         if self._stopping:
             raise Unavailable("the router is stopping", retry_after_s=RETRY_AFTER_S)
-        if len(self.lives) >= self._params.max_inflight:
-            raise Exhausted(f"{len(self.lives)} requests are in flight", retry_after_s=RETRY_AFTER_S)
         now = time.monotonic()
+        if len(self.lives) >= self._params.max_inflight:
+            surplus = len(self.lives) + 1 - self._params.max_inflight
+            hint_s = self._drained.hint_s(surplus, now)
+            raise Exhausted(f"{len(self.lives)} requests are in flight", retry_after_s=hint_s)
         live = Live(f"req-{uuid.uuid4().hex}", request, now, self._params.attempts, self._tokenizer)
         self._idle.clear()
         self.metrics.accepted.inc()
@@ -241,6 +245,7 @@ class Core:
         if live.timer is not None:
             live.timer.cancel()
         record, now = live.record, time.monotonic()
+        self._drained.ended(now)
         if error is None:
             self.metrics.completion(record, live.output.completion_tokens, live.output.longest, now)
         elif isinstance(error, Cancelled):
