@@ -18,7 +18,12 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 PrefillPlacement = Literal[
     "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware"
 ]
-DecodePlacement = PrefillPlacement | Literal["transfer_aware"]
+PrefillPlacement = Literal[
+    "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware"
+]
+DecodePlacement = Literal[
+    "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware", "transfer_aware"
+]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
 

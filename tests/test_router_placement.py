@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import get_args
 
+from baton.cluster.config import DecodePlacement, PrefillPlacement
 from baton.proto.step_time import StepTime
 from baton.router.gate import LookaheadGate
 from baton.router.life_messages import LegKey, Peer
@@ -217,3 +219,8 @@ def test_gate_never_blocks_an_idle_worker() -> None:
     assert gate.enter(leg("a"), 1000) == [leg("a")]
     assert gate.enter(leg("b"), 1000) == []
     assert gate.leave(leg("a")) == [leg("b")]
+
+
+def test_the_configuration_offers_the_policies_that_there_are() -> None:
+    assert set(get_args(PrefillPlacement)) == set(PREFILL)
+    assert set(get_args(DecodePlacement)) == set(DECODE)
