@@ -112,10 +112,11 @@ class Core:
     def state(self) -> RouterState:
         """The gauges of this moment."""
         legs = [leg for live in self.lives for leg in live.life.legs.values()]
+        known = self.lives.dispatcher.placer.index
         workers = [
-            WorkerState(session.member.peer.worker_id, session.member.role, session.welcome, session.load)
+            WorkerState(peer.worker_id, session.member.role, session.welcome, session.load, known.blocks(peer))
             for session in self.sessions.up()
-            if session.welcome is not None
+            if session.welcome is not None and (peer := session.member.peer)
         ]
         queued = sum(live.record.first_at is None for live in self.lives)
         reserving = sum(leg.state is LegState.RESERVING for leg in legs)

@@ -33,6 +33,7 @@ class WorkerState(NamedTuple):
     role: str
     welcome: pb.Welcome
     load: pb.Load
+    known_blocks: int  # of its prefix cache, that placement goes by
 
 
 class RouterState(NamedTuple):
@@ -164,6 +165,7 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerState], float]]] = {
     "baton_worker_waiting": ("Queued prompts or reservations", lambda w: w.load.waiting),
     "baton_kv_used_blocks": ("Blocks in use", lambda w: w.load.used_blocks),
     "baton_kv_cached_blocks": ("Blocks of the prefix cache that can be evicted", lambda w: w.load.cached_blocks),
+    "baton_prefix_known_blocks": ("Cached blocks that this router knows the worker to hold", lambda w: w.known_blocks),
     "baton_kv_total_blocks": ("Blocks of the pool", lambda w: w.welcome.total_blocks),
     "baton_kv_pool_use": ("Part of the pool in use, 0 to 1", lambda w: _use([w])),
     "baton_spec_decode_acceptance_rate": ("Accepted part of proposed tokens, 0 to 1", lambda w: _acceptance(w.load)),

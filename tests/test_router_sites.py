@@ -43,6 +43,7 @@ async def test_a_prompt_goes_where_a_worker_says_that_its_prefix_is(tmp_path: Pa
         assert rig.cluster.workers["decode-0"].watched == 0  # its pool's policy does not ask
         says(holder, 0, *BLOCKS, snapshot=True)
         await asyncio.sleep(0.1)
+        assert await rig.metric("baton_prefix_known_blocks", worker="prefill-1") == 4
         assert await prefilled(rig, holder, PROMPT)
         assert not await prefilled(rig, rig.cluster.workers["prefill-0"], PROMPT)
         assert await prefilled(rig, holder, [*PROMPT[:4], 99, 98, 97, 96])  # the first block is the same
