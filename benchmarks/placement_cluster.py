@@ -74,7 +74,7 @@ class Cluster:
         self._places[request.leg] = request, prefill, decode
         self._placer.to_prefill(request.leg, prefill.peer, demand, prefix)
         self._placer.to_decode(request.leg, decode.peer, demand, prefix)
-        self._open(self._gates[prefill.peer].enter(request.leg, len(request.prompt)))
+        self._open(self._gates[prefill.peer].enter(request.leg, len(request.prompt), priority=0, tenant=""))
 
     def _choose(self, role: str, demand: Demand, prefix: Prefix) -> Choice:
         sites = [worker.site(role) for known, worker in self._workers() if known == role]

@@ -18,9 +18,6 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 PrefillPlacement = Literal[
     "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware"
 ]
-PrefillPlacement = Literal[
-    "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware"
-]
 DecodePlacement = Literal[
     "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware", "transfer_aware"
 ]

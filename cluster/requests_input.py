@@ -68,6 +68,8 @@ class RequestLine(BaseModel):
     include_stop: bool | None = None
     logprobs: TokenId | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
     def to_wire(self) -> api.GenerateRequest:
         """The message."""

@@ -174,7 +174,7 @@ class Dispatcher:
             return
         leg = LegId(live.request_id, action.leg)
         self._at_gate[leg] = (action.peer, time.monotonic())
-        self._open(gate.enter(leg, action.tokens))
+        self._open(gate.enter(leg, action.tokens, priority=live.request.priority, tenant=live.request.cache_salt))
 
     def prefill_over(self, live: Live, leg: LegKey) -> None:
         """The leg occupies its prefill worker's compute no more."""

@@ -153,6 +153,7 @@ def client_request(request: api.GenerateRequest, metadata: dict[str, str], left_
         logprobs=given("logprobs"),
         cache_salt=request.cache_salt,
         session=request.session_id,
+        priority=given("priority"),
         deadline_s=left_s,
     )
 

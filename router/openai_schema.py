@@ -83,6 +83,7 @@ class _Request(BaseModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     return_token_ids: bool | None = None
 
     @property
@@ -112,6 +113,7 @@ class _Request(BaseModel):
             "ignore_eos": bool(self.ignore_eos),
             "include_stop": bool(self.include_stop_str_in_output),
             "cache_salt": self.cache_salt or "",
+            "priority": self.priority,
             "session": self.session_id or self.user or "",
         }
 

@@ -38,6 +38,7 @@ class ClientRequest:
     logprobs: int | None = None
     cache_salt: str = ""
     session: str = ""
+    priority: int | None = None
     deadline_s: float | None = None  # time that the client gives it
 
 
@@ -51,6 +52,7 @@ class Prepared:
     include_stop: bool
     label: str
     cache_salt: str
+    priority: int  # lower goes first
     session: str  # requests of one conversation or user, for placement; "": of none
     deadline_s: float
 

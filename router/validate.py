@@ -21,6 +21,7 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_SEED = (1 << 64) - 1
 MAX_INT32 = (1 << 31) - 1
+MAX_PRIORITY = 1000
 MAX_LABEL_CHARS = 256  # of request_id, cache_salt and session_id
 
 
@@ -210,5 +211,6 @@ def prepare(
         label=request.label,
         cache_salt=request.cache_salt,
         session=request.session,
+        priority=_integer("priority", request.priority, 0, -MAX_PRIORITY, MAX_PRIORITY),
         deadline_s=given,
     )

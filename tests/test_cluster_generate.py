@@ -47,6 +47,8 @@ def test_every_field_of_a_line_reaches_the_request() -> None:
             "include_stop": True,
             "logprobs": 0,
             "cache_salt": "s",
+            "session_id": "c",
+            "priority": -1,
         },
         "f:1",
     )

@@ -192,8 +192,19 @@ def test_sp_06_outstanding_equals_the_live_legs_and_is_never_negative(
             assert sorted(work.tokens for work in load.works(worker)) == sorted(held)
 
 
+class Gate:
+    """A gate for prompts of one tenant, unless they say otherwise."""
+
+    def __init__(self, limit_tokens: int) -> None:
+        self._gate = LookaheadGate(limit_tokens)
+        self.leave = self._gate.leave
+
+    def enter(self, name: LegId, tokens: int, priority: int = 0, tenant: str = "") -> list[LegId]:
+        return self._gate.enter(name, tokens, priority=priority, tenant=tenant)
+
+
 def test_gate_lets_through_up_to_the_lookahead_in_order() -> None:
-    gate = LookaheadGate(100)
+    gate = Gate(100)
     assert gate.enter(leg("a"), 60) == [leg("a")]
     assert gate.enter(leg("b"), 60) == [leg("b")]  # 60 outstanding: within the lookahead
     assert gate.enter(leg("c"), 60) == []  # 120 outstanding
@@ -204,7 +215,7 @@ def test_gate_lets_through_up_to_the_lookahead_in_order() -> None:
 
 
 def test_sp_04_gate_does_not_hold_short_prompts_behind_long_ones() -> None:
-    gate = LookaheadGate(16)
+    gate = Gate(16)
     assert gate.enter(leg("long"), 200) == [leg("long")]
     assert gate.enter(leg("longer"), 300) == []
     shorts = [leg(f"short-{i}") for i in range(8)]
@@ -215,7 +226,7 @@ def test_sp_04_gate_does_not_hold_short_prompts_behind_long_ones() -> None:
 
 
 def test_gate_never_blocks_an_idle_worker() -> None:
-    gate = LookaheadGate(0)
+    gate = Gate(0)
     assert gate.enter(leg("a"), 1000) == [leg("a")]
     assert gate.enter(leg("b"), 1000) == []
     assert gate.leave(leg("a")) == [leg("b")]
@@ -224,3 +235,62 @@ def test_gate_never_blocks_an_idle_worker() -> None:
 def test_the_configuration_offers_the_policies_that_there_are() -> None:
     assert set(get_args(PrefillPlacement)) == set(PREFILL)
     assert set(get_args(DecodePlacement)) == set(DECODE)
+
+
+def test_gate_shares_a_worker_evenly_among_tenants() -> None:
+    gate = Gate(10)
+    assert gate.enter(leg("a0"), 20, tenant="a") == [leg("a0")]
+    for number in range(1, 6):
+        assert gate.enter(leg(f"a{number}"), 20, tenant="a") == []
+    assert gate.enter(leg("b0"), 20, tenant="b") == []
+    assert gate.enter(leg("b1"), 20, tenant="b") == []
+    order = [leg("a0")]
+    for _ in range(7):
+        order += gate.leave(order[-1])
+    assert [name.request_id for name in order] == ["a0", "b0", "a1", "b1", "a2", "a3", "a4", "a5"]
+
+
+def test_gate_counts_a_tenant_s_tokens_not_its_prompts() -> None:
+    gate = Gate(0)
+    assert gate.enter(leg("first"), 1, tenant="c") == [leg("first")]
+    for number in range(4):
+        gate.enter(leg(f"a{number}"), 30, tenant="a")
+        gate.enter(leg(f"b{number}"), 90, tenant="b")
+    order = gate.leave(leg("first"))
+    for _ in range(4):
+        order += gate.leave(order[-1])
+    assert [name.request_id for name in order] == ["a0", "b0", "a1", "a2", "a3"]
+
+
+def test_gate_takes_the_urgent_first() -> None:
+    gate = Gate(0)
+    assert gate.enter(leg("runs"), 20) == [leg("runs")]
+    assert gate.enter(leg("later"), 20, priority=1) == []
+    assert gate.enter(leg("normal"), 20) == []
+    assert gate.enter(leg("urgent"), 20, priority=-1) == [leg("urgent")]  # before everything that was let through
+    assert gate.enter(leg("urgent too"), 20, priority=-1) == []
+    assert gate.leave(leg("runs")) == []
+    assert gate.leave(leg("urgent")) == [leg("urgent too")]
+    assert gate.leave(leg("urgent too")) == [leg("normal")]
+    assert gate.leave(leg("normal")) == [leg("later")]
+
+
+@given(st.text("ab", min_size=1, max_size=40))
+def test_two_tenants_that_both_wait_get_the_same_tokens_but_for_one_prompt(tenants: str) -> None:
+    gate = Gate(0)
+    through = gate.enter(leg("first"), 1, tenant="c")
+    sizes, waiting, got = dict[LegId, tuple[str, int]](), Counter[str](), Counter[str]()
+    for number, tenant in enumerate(tenants):
+        sizes[leg(f"{number}")] = tenant, 50  # of one length: the order of turns alone decides
+        waiting[tenant] += 1
+        assert gate.enter(leg(f"{number}"), 50, tenant=tenant) == []
+    while through:
+        opened = gate.leave(through.pop())
+        for name in opened:
+            tenant, tokens = sizes[name]
+            waiting[tenant] -= 1
+            got[tenant] += tokens
+            if waiting["a"] and waiting["b"]:
+                assert abs(got["a"] - got["b"]) <= 50
+        through += opened
+    assert sum(got.values()) == 50 * len(tenants)

@@ -74,6 +74,7 @@ HUGE = (0, -1, 2**31, 2**63, float("nan"), float("inf"), 1e30)
         ("logit_bias", {1: float("nan")}),
         ("logit_bias", dict.fromkeys(range(301), 0.0)),
         ("cache_salt", "x" * 257),
+        *[("priority", value) for value in (-1001, 1001, 2**31)],
     ],
 )
 def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:

@@ -136,6 +136,7 @@ class Cluster:
             label="",
             cache_salt=ask.salt,
             session="",
+            priority=ask.number % 2,
             deadline_s=ask.deadline_s,
         )
         client.arrived = self.world.disturbed = now
