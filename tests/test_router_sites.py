@@ -98,3 +98,47 @@ async def test_a_decode_worker_that_would_be_too_slow_takes_no_new_request(tmp_p
             await rig.generate(token_ids=api.TokenIds(ids=PROMPT), max_tokens=100)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(caught.value.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "1000"
+
+
+async def test_a_session_keeps_its_worker_whichever_door_it_comes_by(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, *WORKERS, prefill_placement="session_affinity") as rig:
+        workers = [rig.cluster.workers[name] for name in WORKERS[:2]]
+
+        def served() -> list[int]:
+            return [[kind for kind, _ in worker.commands].count("prefill") for worker in workers]
+
+        homes = set[int]()
+        for number in range(8):
+            before = served()
+            name = f"session {number}"
+            await rig.generate(token_ids=api.TokenIds(ids=PROMPT), max_tokens=2, session_id=name)
+            for body in ({"session_id": name}, {"user": name}, {"user": "another", "session_id": name}):
+                answer = await rig.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, **body})
+                assert answer.status_code == 200
+            gained = [now - was for now, was in zip(served(), before, strict=True)]
+            assert sorted(gained) == [0, 4]
+            homes.add(gained.index(4))
+        assert homes == {0, 1}
+
+
+async def test_an_urgent_request_waits_for_less(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, "prefill-0", "decode-0") as rig:
+        worker, release = rig.cluster.workers["prefill-0"], asyncio.Event()
+        compute, lengths = worker.on_prefill, list[int]()
+
+        async def held(leg: pb.Leg, ticket: bytes) -> None:
+            lengths.append(len(leg.prompt_token_ids))
+            await release.wait()
+            await compute(leg, ticket)
+
+        worker.on_prefill = held
+        prompt = api.TokenIds(ids=[7] * 100)  # two of them are more than the lookahead of 128
+        calls = [asyncio.create_task(rig.generate(token_ids=prompt, max_tokens=2)) for _ in range(2)]
+        await until(lambda: len(lengths) == 2)
+        for priority, tokens in ((5, 101), (0, 102), (-5, 103)):
+            ids = api.TokenIds(ids=[7] * tokens)
+            calls.append(asyncio.create_task(rig.generate(token_ids=ids, max_tokens=2, priority=priority)))
+            await asyncio.sleep(0.1)
+        release.set()
+        await asyncio.gather(*calls)
+        assert lengths == [100, 100, 103, 102, 101]
