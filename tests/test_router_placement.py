@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import get_args
+from typing import Any, get_args
 
 from baton.cluster.config import DecodePlacement, PrefillPlacement
 from baton.proto.step_time import StepTime
@@ -16,7 +16,7 @@ from baton.router.placement.latency_aware import LatencyAwareDecode, LatencyAwar
 from baton.router.placement.least_loaded import LeastLoaded
 from baton.router.placement.policy import Candidate, Demand
 from baton.router.placement.power_of_two import PowerOfTwo
-from baton.router.placement.prefix_aware import PrefixAware
+from baton.router.placement.prefix_aware import PrefixAwareDecode, PrefixAwarePrefill
 from baton.router.placement.round_robin import RoundRobin
 from baton.router.placement.session_affinity import SessionAffinity
 from baton.router.placement.transfer_aware import TransferAware
@@ -57,20 +57,36 @@ def test_power_of_two_never_takes_the_most_loaded_and_spreads_over_the_others() 
     assert policy.choose(LEG, three[2:], rng).peer == C
 
 
-def test_prefix_aware_weighs_what_is_cached_against_what_is_queued() -> None:
-    policy, rng = PrefixAware(), random.Random(0)
+def queue(*tokens: int) -> dict[str, Any]:
+    """The legs outstanding at a candidate."""
+    return {"outstanding": sum(tokens), "works": [Work(count) for count in tokens]}
+
+
+def test_prefix_aware_prefill_weighs_what_is_cached_against_what_delays_it() -> None:
+    policy, rng = PrefixAwarePrefill(), random.Random(0)
+    assert policy.choose(LEG, [Candidate(A, **queue(50), cached=64), Candidate(B, 0)], rng).peer == A  # 72
+    assert policy.choose(LEG, [Candidate(A, **queue(70), cached=20), Candidate(B, 0)], rng).peer == B  # 150
+    assert policy.choose(LEG, [Candidate(A, **queue(9000), cached=64), Candidate(B, 0)], rng).peer == A  # 72
+    assert policy.choose(LEG, [Candidate(A, **queue(*[40] * 3), cached=64), Candidate(B, 0)], rng).peer == B  # 144
+
+
+def test_prefix_aware_decode_weighs_what_is_cached_against_what_is_held() -> None:
+    policy, rng = PrefixAwareDecode(), random.Random(0)
     assert policy.choose(LEG, [Candidate(A, 50, cached=64), Candidate(B, 0)], rng).peer == A
     assert policy.choose(LEG, [Candidate(A, 70, cached=64), Candidate(B, 0)], rng).peer == B
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 100)), min_size=1, max_size=6), st.integers(0, 9))
 def test_prefix_aware_never_leaves_a_worker_that_is_better_in_both(workers: list[tuple[int, int]], seed: int) -> None:
-    candidates = [Candidate(Peer(f"w-{i}", "1"), load, cached=held) for i, (load, held) in enumerate(workers)]
-    peer = PrefixAware().choose(LEG, candidates, random.Random(seed)).peer
-    (chosen,) = [candidate for candidate in candidates if candidate.peer == peer]
-    for other in candidates:
-        assert not (other.outstanding < chosen.outstanding and other.cached >= chosen.cached)
-        assert not (other.outstanding <= chosen.outstanding and other.cached > chosen.cached)
+    candidates = [
+        Candidate(Peer(f"w-{i}", "1"), **queue(*[10] * load), cached=held) for i, (load, held) in enumerate(workers)
+    ]
+    for policy in (PrefixAwarePrefill(), PrefixAwareDecode()):
+        peer = policy.choose(LEG, candidates, random.Random(seed)).peer
+        (chosen,) = [candidate for candidate in candidates if candidate.peer == peer]
+        for other in candidates:
+            better = other.outstanding < chosen.outstanding and other.cached > chosen.cached
+            assert not better, (chosen, other)
 
 
 def test_a_session_stays_where_it_is_and_only_a_lost_worker_s_sessions_move() -> None:

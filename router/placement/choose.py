@@ -11,7 +11,7 @@ from .latency_aware import LatencyAwareDecode, LatencyAwarePrefill
 from .least_loaded import LeastLoaded
 from .policy import Candidate, Choice, Demand, Policy
 from .power_of_two import PowerOfTwo
-from .prefix_aware import PrefixAware
+from .prefix_aware import PrefixAwareDecode, PrefixAwarePrefill
 from .round_robin import RoundRobin
 from .session_affinity import SessionAffinity
 from .transfer_aware import TransferAware
@@ -29,12 +29,13 @@ PREFILL: dict[str, Callable[[Objectives], Policy]] = {
     "round_robin": lambda _: RoundRobin(),
     "power_of_two": lambda _: PowerOfTwo(),
     "least_loaded": lambda _: LeastLoaded(),
-    "prefix_aware": lambda _: PrefixAware(),
+    "prefix_aware": lambda _: PrefixAwarePrefill(),
     "session_affinity": lambda _: SessionAffinity(),
     "latency_aware": lambda objectives: LatencyAwarePrefill(objectives.ttft_s),
 }
 DECODE: dict[str, Callable[[Objectives], Policy]] = {
     **PREFILL,
+    "prefix_aware": lambda _: PrefixAwareDecode(),
     "latency_aware": lambda objectives: LatencyAwareDecode(objectives.tpot_s),
     "transfer_aware": lambda _: TransferAware(),
 }
