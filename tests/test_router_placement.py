@@ -72,8 +72,18 @@ def test_prefix_aware_prefill_weighs_what_is_cached_against_what_delays_it() -> 
 
 def test_prefix_aware_decode_weighs_what_is_cached_against_what_is_held() -> None:
     policy, rng = PrefixAwareDecode(), random.Random(0)
-    assert policy.choose(LEG, [Candidate(A, 50, cached=64), Candidate(B, 0)], rng).peer == A
-    assert policy.choose(LEG, [Candidate(A, 70, cached=64), Candidate(B, 0)], rng).peer == B
+    assert policy.choose(LEG, [Candidate(A, 240, cached=64), Candidate(B, 0)], rng).peer == A
+    assert policy.choose(LEG, [Candidate(A, 270, cached=64), Candidate(B, 0)], rng).peer == B
+
+
+def test_prefix_aware_lets_a_common_beginning_not_herd_everything_to_one_idle_worker() -> None:
+    for policy in (PrefixAwarePrefill(), PrefixAwareDecode()):
+        rng, first = random.Random(0), Counter[Peer]()
+        for _ in range(100):
+            known = [Candidate(A, 0, cached=60), Candidate(B, 0), Candidate(C, 0)]
+            first[policy.choose(LEG, known, rng).peer] += 1
+        assert set(first) == {A, B, C}
+        assert max(first.values()) > 40
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 100)), min_size=1, max_size=6), st.integers(0, 9))

@@ -1,7 +1,7 @@
-"""Transfer-aware: prefix-aware, with the way that new KV has to go.
+"""Transfer-aware: the KV that the decode worker comes to hold, and the way that what is new of it has to go.
 
 The tokens that must travel count as often as the way is longer than the shortest one, by the bytes a second that were
-measured between the two machines (`router/transfer_rates.py`). Where all ways are equal, this is prefix-aware.
+measured between the two machines (`router/transfer_rates.py`).
 """
 
 from __future__ import annotations
