@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # any free port: a cluster that runs already keeps its own
 FREE_PORTS := --set router.grpc=127.0.0.1:0 --set router.http=127.0.0.1:0 --set router.admin=127.0.0.1:0
 
-.PHONY: install run test test-slow check proto clean
+.PHONY: install run test test-slow kernels check proto clean
 
 install: $(STAMP) $(NATIVE)
 
@@ -35,6 +35,11 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+# Kernels for GPUs: numbers in Triton's interpreter, then machine code for three generations against its budgets.
+kernels: install
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/gpu
+	$(BIN)/python -m baton.tests.gpu.gate
 
 check: install
 	mkdir -p .types && ln -sfn .. .types/baton

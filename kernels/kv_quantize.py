@@ -52,7 +52,7 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, kind: str) -> Tensor:
     wide = values.to(torch.float32)
     torch.amax(wide.abs(), dim=-1, out=scales)
     finite = scales.isfinite()  # a maximum is NaN or infinite when any of its values is
-    scales.div_(largest).clamp_(_FLOAT32.tiny, _largest_scale(largest))
+    scales.div_(largest).clamp_(_FLOAT32.tiny, largest_scale(largest))
     scaled = wide / scales.unsqueeze(-1)
     if kind == "int8":
         scaled.round_()
@@ -95,7 +95,7 @@ def _slabs(values: Tensor, codes: Tensor, scales: Tensor) -> zip[tuple[Tensor, T
     return zip(*(torch.split(tensor, rows) for tensor in (values, codes, scales)), strict=True)
 
 
-def _largest_scale(largest: float) -> float:
+def largest_scale(largest: float) -> float:
     """The float32 below the greatest finite one / `largest`, so that code times scale is finite for every code."""
     quotient = torch.tensor(_FLOAT32.max / largest, dtype=torch.float32)
     return float(torch.nextafter(quotient, torch.zeros(())))

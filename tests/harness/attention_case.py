@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from baton.kernels import reference
-from baton.kernels.cpu_attention import AttentionPlan
 from baton.kernels.kv_rows import convert
 from baton.kernels.rotary import kv_rows, write_kv
 from torch import Tensor
 
-Plan = Callable[[Sequence[int], Sequence[int], Sequence[Sequence[int]], Tensor], AttentionPlan]
+
+class Attends(Protocol):
+    """What a plan of kernels/cpu_attention.py does, and plans of the kernels for GPUs."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
+        """Causal attention of query [T, Hq, D] over keys and values [blocks, H, block_size, D] into out [T, Hq, D]."""
+
+
+Plan = Callable[[Sequence[int], Sequence[int], Sequence[Sequence[int]], Tensor], Attends]
 
 
 class Case:
