@@ -47,7 +47,7 @@ DTYPES = {  # as c/numbers.h counts them
     torch.float8_e4m3fn: 4,
 }
 COMPUTED = (torch.float32, torch.bfloat16)  # of activations; pools may have any of DTYPES
-LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3}  # the most that a call may use of the processor
+LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3, "amx": 4}  # the most that a call may use of the processor
 BEST = LEVELS["avx512_bf16"]
 
 _log = logging.getLogger(__name__)

@@ -1,9 +1,8 @@
 /* Causal attention over paged keys and values; called from kernels/paged_attention.py without the GIL. */
 #include "attention.h"
+#include "linear.h"
 #include "parallel.h"
 #include <stddef.h>
-
-#define EXPORT __attribute__((visibility("default")))
 
 enum { SLAB_ROWS = 192 }; /* of a KV head in prefill: sums that stay in the second cache, tiles loaded once for them */
 
@@ -17,6 +16,10 @@ static attend_item *choose(const struct attention *a, int level) {
 #if defined(__x86_64__)
     int pairs = a->query_dtype == BFLOAT16 && (a->pool_dtype == BFLOAT16 || is_coded(a->pool_dtype));
     __builtin_cpu_init();
+#if defined(__linux__)
+    if (level >= 4 && pairs && baton_has_amx())
+        return baton_attend_amx;
+#endif
     if (level >= 3 && pairs && __builtin_cpu_supports("avx512bf16"))
         return baton_attend_avx512_bf16;
     if (level >= 2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -90,6 +93,6 @@ EXPORT void baton_attend(const struct attention *a, int level) {
 EXPORT int64_t baton_attention_scratch(const struct attention *a) {
     int64_t share = a->query_heads / a->kv_heads, dim = (a->head_dim + 15) / 16 * 16;
     int64_t slab = slab_tokens(a) * share, rows = slab > a->query_heads ? slab : a->query_heads;
-    int64_t tile = 4 * TILE * (2 * dim + 2 * 6 + 2), row = 4 * (2 * dim + 16 + 1);
+    int64_t tile = 4 * TILE * (2 * dim + 2 * 16 + 2), row = 4 * (2 * dim + 16 + 1);
     return (tile + rows * row + 9 * SCRATCH_ALIGN + 4095) / 4096 * 4096;
 }

@@ -29,7 +29,7 @@ struct item {
 
 /* `next`: what this thread attends to afterwards, or the same again; its first keys are fetched early. */
 typedef void attend_item(const struct attention *a, const struct item *item, const struct item *next, char *scratch);
-attend_item baton_attend_scalar, baton_attend_avx2, baton_attend_avx512, baton_attend_avx512_bf16;
+attend_item baton_attend_scalar, baton_attend_avx2, baton_attend_avx512, baton_attend_avx512_bf16, baton_attend_amx;
 
 void baton_attend(const struct attention *a, int level);
 
