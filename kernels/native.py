@@ -1,7 +1,7 @@
 """The C functions of kernels/c as one shared library: built by `make install`, or by `python -m baton.kernels.native`.
 
 The library's name has a hash of its sources, so that one that was built from others is never loaded. It is built for
-the plain architecture: what needs AVX2 or AVX-512 asks the processor when it runs. Where there is no library (no
+the plain architecture: what needs AVX2, AVX-512 or AMX asks the processor when it runs. Where there is no library (no
 compiler) everything works without it, more slowly, and one warning says so.
 """
 
@@ -47,8 +47,9 @@ DTYPES = {  # as c/numbers.h counts them
     torch.float8_e4m3fn: 4,
 }
 COMPUTED = (torch.float32, torch.bfloat16)  # of activations; pools may have any of DTYPES
-LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3, "amx": 4}  # the most that a call may use of the processor
-BEST = LEVELS["avx512_bf16"]
+# The most that a call may use of the processor.
+LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3, "amx": 4}
+BEST = LEVELS["amx"]
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """Paged attention on a CPU by C (c/attention*.c): keys and values are read where they are, each byte once a step.
 
 A row's result depends on nothing but its query and the keys and values before it: keys are walked in tiles of 64 from
-absolute position 0, whatever the batch, the chunk, the block size and the number of threads. AVX-512 with bfloat16
-products, AVX-512, AVX2 and plain C differ from each other in the last bits; a machine always takes the same.
+absolute position 0, whatever the batch, the chunk, the block size and the number of threads. Matrix tiles
+(AMX), AVX-512 with bfloat16 products, AVX-512, AVX2 and plain C differ from each other in the last bits; a machine
+always takes the same.
 """
 
 from __future__ import annotations

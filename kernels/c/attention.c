@@ -83,7 +83,8 @@ static void run_items(void *data) {
     }
 }
 
-/* `level`: at most 0 scalar, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16; the best that the processor has up to there. */
+/* `level`: at most 0 scalar, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16, 4 matrix tiles; the best that the processor
+   has up to there. */
 EXPORT void baton_attend(const struct attention *a, int level) {
     struct work work = {a, choose(a, level), 0, 0};
     baton_parallel(run_items, &work, a->threads, a->threads);

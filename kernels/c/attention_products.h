@@ -69,18 +69,28 @@ INLINE void tile_rows(const struct attention *a, const struct sizes *n, const st
         add_columns(sums + at, n->padded, b->values + at, b->weights, shrink, next, rows, 1);
 }
 
-INLINE void attend_rows(const struct attention *a, const struct sizes *n, const struct buffers *b, int64_t row,
-                        const int64_t *seen, struct ahead *next, int64_t rows) {
-    switch (rows) {
-    case 1: tile_rows(a, n, b, row, seen, next, 1); break;
-    case 2: tile_rows(a, n, b, row, seen, next, 2); break;
-    case 3: tile_rows(a, n, b, row, seen, next, 3); break;
+/* One tile for all rows of a head that see any of it, where the head's rows begin at row `first` of the item's,
+   and the first of them stands at `position` relative to the tile. */
+static TARGET void tile_head(const struct attention *a, const struct sizes *n, const struct buffers *b, int64_t first,
+                             int64_t position, struct ahead *next) {
+    int64_t row = position < 0 ? -position * n->share : 0;
+    while (row < n->rows) {
+        int64_t seen[ROWS_MAX], rows = n->rows - row < ROWS_MAX ? n->rows - row : ROWS_MAX;
+        for (int64_t r = 0; r < rows; r++)
+            seen[r] = position + (row + r) / n->share + 1;
+        switch (rows) {
+        case 1: tile_rows(a, n, b, first + row, seen, next, 1); break;
+        case 2: tile_rows(a, n, b, first + row, seen, next, 2); break;
+        case 3: tile_rows(a, n, b, first + row, seen, next, 3); break;
 #if ROWS_MAX == 6
-    case 4: tile_rows(a, n, b, row, seen, next, 4); break;
-    case 5: tile_rows(a, n, b, row, seen, next, 5); break;
-    case 6: tile_rows(a, n, b, row, seen, next, 6); break;
+        case 4: tile_rows(a, n, b, first + row, seen, next, 4); break;
+        case 5: tile_rows(a, n, b, first + row, seen, next, 5); break;
+        case 6: tile_rows(a, n, b, first + row, seen, next, 6); break;
 #endif
+        }
+        row += rows;
     }
 }
 
-INLINE void leave_products(void) {}
+INLINE void enter(const struct sizes *n) { (void)n; }
+INLINE void leave(void) {}

@@ -6,29 +6,14 @@
    are, exactly; a key's scale is a factor of its scores, a value's of its weights.
 
    A unit is what one lane multiplies at a time: a float, or with PAIRS two bfloat16 numbers (and the weights are rounded
-   to bfloat16). The including file has the vectors of simd_*.h, says whether PAIRS, and names the function in ATTEND. */
+   to bfloat16). The including file has the vectors of simd_*.h, says whether PAIRS, names the function in ATTEND, and
+   defines MATRIX_TILES where products run on these. */
 #include "attention_weights.h"
 #ifdef MATRIX_TILES
 #include "attention_amx.h"
 #else
 #include "attention_products.h"
 #endif
-
-/* One tile for all rows of a head that see any of it, where the head's rows begin at row `first` of the item's,
-   and the first of them stands at `position` relative to the tile. */
-static TARGET void tile_head(const struct attention *a, const struct sizes *n, const struct buffers *b, int64_t first,
-                             int64_t position, struct ahead *next) {
-    int64_t row = position < 0 ? -position * n->share : 0;
-    while (row < n->rows) {
-        int64_t seen[ROWS_MAX], rows = n->rows - row < ROWS_MAX ? n->rows - row : ROWS_MAX;
-        for (int64_t r = 0; r < rows; r++)
-            seen[r] = position + (row + r) / n->share + 1;
-        attend_rows(a, n, b, first + row, seen, next, rows);
-        row += rows;
-    }
-    while (next->offset != next->end)
-        ask(next);
-}
 
 INLINE char *cut(char **scratch, int64_t bytes) {
     char *start = *scratch;
@@ -116,6 +101,7 @@ TARGET void ATTEND(const struct attention *a, const struct item *item, const str
     int64_t end = position + item->tokens; /* of what is seen */
     int64_t row = row_bytes(a->head_dim, a->pool_dtype), page = a->block_size * row;
     take_queries(a, item, &n, &b);
+    enter(&n);
     find_places(a, s, 0, &places[0]);
     for (int64_t first = 0, turn = 0; first < end; first += TILE, turn ^= 1) {
         if (first + TILE < end)
@@ -128,8 +114,10 @@ TARGET void ATTEND(const struct attention *a, const struct item *item, const str
             struct ahead ahead = {a->keys + start, a->values + start, following, following + TILE, 0, row};
             load_tile(a, &places[turn], &ahead, start, &n, &b);
             tile_head(a, &n, &b, head * n.rows, position - first, &ahead);
+            while (ahead.offset != ahead.end)
+                ask(&ahead);
         }
     }
-    leave_products();
+    leave();
     give_results(a, item, &n, &b);
 }
