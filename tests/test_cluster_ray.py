@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 from baton.tests.harness import oracles
+from baton.tests.harness.client import Client
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
 from baton.tests.harness.tied import tied
 
@@ -181,6 +183,44 @@ def test_kill_9_of_the_serving_parent_leaves_no_process_port_or_file(
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kind"),
+    [
+        pytest.param("ray", signal.SIGTERM, marks=pytest.mark.slow),
+        ("process", signal.SIGTERM),
+        pytest.param("process", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_lets_live_streams_finish_and_ends_everything_quietly(
+    tiny_dir: Path, tmp_path: Path, launcher: str, kind: signal.Signals
+) -> None:
+    changes = {"cluster.launcher": launcher, "pools.decode.tensor_parallel": 2, "cluster.stop_grace": "10s"}
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(merged(tiny_config(tiny_dir), changes)))
+    command = [sys.executable, "-m", "baton.cluster.cli", "serve", str(path)]
+    slow = os.environ | {"BATON_FAILPOINTS": "decode.step=sleep(0.02)"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=slow) as process:
+        try:
+            assert process.stdout is not None
+            ready = re.search(r"grpc (\S+),", process.stdout.readline())
+            assert ready is not None
+            client = Client(ready[1])
+            stream = client.stream(30, token_ids=[1, 2, 3], max_tokens=60, temperature=0, ignore_eos=True)
+            stream.until_tokens(3)
+            before = oracles.footprint(process.pid)
+            process.send_signal(kind)
+            assert len(stream.rest().token_ids) == 60
+            client.close()
+            _, err = process.communicate(timeout=20)
+            assert process.returncode == 0, err
+            oracles.check_processes(before)
+        finally:
+            process.kill()
+    lines = err.splitlines()
+    assert lines[0].startswith("threads per rank: ")
+    assert lines[1:] == ["stopping (again: at once)", "stopped"]
 
 
 def test_a_taken_port_is_exit_1_and_named(tiny_dir: Path, tmp_path: Path) -> None:
