@@ -85,7 +85,14 @@ def test_what_top_k_and_top_p_leave_exactly(device: torch.device) -> None:
     """Of tokens whose probabilities are known: many draws find all that is left, and nothing else."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[torch.randperm(4)]
     order = logits.argsort(descending=True)
-    for setting, left in (({"top_k": 2}, 2), ({"top_p": 0.65}, 2), ({"top_p": 0.71}, 3), ({"min_p": 0.6}, 2)):
+    cases = (
+        ({"top_k": 2}, 2),
+        ({"top_p": 0.65}, 2),
+        ({"top_p": 0.71}, 3),
+        ({"min_p": 0.6}, 2),
+        ({"top_k": 2, "top_p": 0.55}, 1),  # 0.55 of what top-k leaves
+    )
+    for setting, left in cases:
         (tokens,) = run(logits[None], draws([setting], choices=40), device)
         assert set(tokens) == set(order[:left].tolist()), setting
 
