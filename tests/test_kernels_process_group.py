@@ -106,7 +106,9 @@ def test_other_threads_connections_are_left_alone() -> None:
     def build(_: int) -> None:
         stores = _stores(2)
         with ThreadPoolExecutor(2) as pair:
-            list(pair.map(lambda r: make_group("gloo", stores[r], r, 2, 20.0, "127.0.0.1").abort(), range(2)))
+            groups = list(pair.map(lambda r: make_group("gloo", stores[r], r, 2, 20.0, "127.0.0.1"), range(2)))
+        for group in groups:  # not before both have connected: one that is aborted hangs up on the other
+            group.abort()
 
     with ThreadPoolExecutor(4) as pool:
         talks = [pool.submit(converse) for _ in range(2)]
