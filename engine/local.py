@@ -119,7 +119,7 @@ class LocalEngine:
         if speculator is not None:
             self._look_ahead(batch, speculator.lengths([name_of(step) for step in steps]))
             steps = speculator.extend([self._step(sequence, count) for sequence, count in batch])
-        drawn = self._runner.prefill(steps, _nobody_waits)
+        drawn = self._runner.prefill(steps, None)
         self.steps += 1
         if speculator is not None:
             speculator.observe(steps, drawn)
@@ -259,7 +259,3 @@ class LocalEngine:
             ids = [drawn.token_id for drawn in sequence.tokens]
             self._finished[sequence.request][token.choice] = LocalChoice(ids, reason, sequence.tokens)
         return bool(reason)
-
-
-def _nobody_waits(low: int, high: int) -> None:
-    """There is no transfer."""

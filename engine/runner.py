@@ -77,8 +77,9 @@ class Runner:
         """Rows of the logits."""
         return self.config.vocab_size
 
-    def prefill(self, steps: Sequence[SequenceStep], on_layers: OnLayers) -> list[list[SampledToken]]:
-        """Run chunks of prompts. `on_layers(lo, hi)`: the KV of these layers of all the chunks is in the pool.
+    def prefill(self, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> list[list[SampledToken]]:
+        """Run chunks of prompts. `on_layers(lo, hi)`: the KV of these layers of all the chunks is in the pool; None:
+        nobody waits for it.
 
         Returns, for each step with a draw and in their order, one token for each of its choices; for a step with
         proposals the tokens that its only choice goes on with, one at least.

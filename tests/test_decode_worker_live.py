@@ -14,7 +14,7 @@ from baton.proto import worker_pb2 as pb
 from baton.proto.leg import key_of, ref_of
 from baton.tests.harness.monolithic import Monolithic, sampling
 from baton.tests.harness.worker_rig import WorkerProcess, decode_params, engine_params, prefill_params, session
-from baton.tests.harness.worker_router import Answer, Router, leg_message, pair
+from baton.tests.harness.worker_router import Router, leg_message, pair
 
 
 def prompt_of(length: int, start: int = 7) -> list[int]:
@@ -59,15 +59,7 @@ async def test_lc_07_a_cancel_in_any_phase_frees_both_sides(tiny_dir: Path) -> N
 
         async def one(number: int) -> None:
             leg = leg_message(prompt_of(rng.randint(1, 60), number), sampling(max_tokens=40))
-            task = asyncio.create_task(router.run(leg, Answer()))
-            await asyncio.wait([task], timeout=rng.random() * 0.3)
-            cancel = pb.RouterCommand(cancel=pb.Cancel(leg=ref_of(key_of(leg))))
-            await router.prefill.send(cancel)
-            await router.decode.send(cancel, cancel)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await router.prefill.send(cancel)  # a prompt may have overtaken the first one
-            await router.decode.send(cancel)
+            await router.run_and_cancel(leg, rng.random() * 0.3)
 
         for wave in range(3):
             await asyncio.gather(*(one(10 * wave + number) for number in range(8)))

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from baton.engine.params import SpeculationParams
 from baton.engine.proposal_length import Costs
-from baton.proto import worker_pb2 as pb
-from baton.proto.leg import key_of, ref_of
 from baton.tests.harness.monolithic import Monolithic, sampling
 from baton.tests.harness.worker_rig import decode_params, engine_params, prefill_params
-from baton.tests.harness.worker_router import Answer, leg_message, pair
+from baton.tests.harness.worker_router import leg_message, pair
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +73,7 @@ async def test_cancels_leave_no_block_and_the_worker_goes_on(tiny_dir: Path, alo
 
         async def one(number: int) -> None:
             leg = leg_message(prompt_of(rng.randint(1, 40), number), sampling(max_tokens=60))
-            task = asyncio.create_task(router.run(leg, Answer()))
-            await asyncio.wait([task], timeout=rng.random() * 0.2)
-            cancel = pb.RouterCommand(cancel=pb.Cancel(leg=ref_of(key_of(leg))))
-            await router.prefill.send(cancel)
-            await router.decode.send(cancel, cancel)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await router.prefill.send(cancel)  # a prompt may have overtaken the first one
-            await router.decode.send(cancel)
+            await router.run_and_cancel(leg, rng.random() * 0.2)
 
         for wave in range(2):
             await asyncio.gather(*(one(10 * wave + number) for number in range(8)))

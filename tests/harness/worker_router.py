@@ -95,6 +95,18 @@ class Router:
             resumed.generated_token_ids[:] = answer.ids(lost.choice)
             await self.run(resumed, answer)
 
+    async def run_and_cancel(self, leg: pb.Leg, after_s: float) -> None:
+        """One leg, cancelled on both sides after so many seconds, whatever it was doing."""
+        task = asyncio.create_task(self.run(leg, Answer()))
+        await asyncio.wait([task], timeout=after_s)
+        cancel = pb.RouterCommand(cancel=pb.Cancel(leg=ref_of(key_of(leg))))
+        await self.prefill.send(cancel)
+        await self.decode.send(cancel, cancel)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await self.prefill.send(cancel)  # a prompt may have overtaken the first one
+        await self.decode.send(cancel)
+
     async def reserve(self, leg: pb.Leg) -> pb.Ticket:
         """Asks for blocks and waits for them."""
         key = key_of(leg)
