@@ -10,24 +10,8 @@ import torch
 from baton.engine import sampler
 from baton.engine.step import Draw
 from baton.kernels.gpu.sampling import sample
-from baton.proto.sampling import SamplingParams
+from baton.tests.harness.monolithic import sampling
 
-NEUTRAL: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": {},
-    "seed": 0,
-    "n": 1,
-    "max_tokens": 9,
-    "min_tokens": 0,
-    "stop_token_ids": frozenset(),
-    "logprobs": None,
-}
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.7},
@@ -46,7 +30,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 def draws(settings: list[dict[str, Any]], choices: int = 1) -> list[Draw]:
     return [
-        Draw(SamplingParams(**{**NEUTRAL, "seed": seed, **entry}), tuple(range(choices)), [1] * (7 + seed), [])
+        Draw(sampling(**{"temperature": 1.0, "seed": seed, **entry}), tuple(range(choices)), [1] * (7 + seed), [])
         for seed, entry in enumerate(settings)
     ]
 
