@@ -25,6 +25,8 @@ class SamplingParams:
     min_tokens: int
     stop_token_ids: frozenset[int]
     logprobs: int | None
+    grammar: str = ""
+    prompt_logprobs: int | None = None
 
     @property
     def penalised(self) -> bool:
@@ -48,6 +50,8 @@ class SamplingParams:
             min_tokens=self.min_tokens,
             stop_token_ids=sorted(self.stop_token_ids),
             logprobs=self.logprobs,
+            grammar=self.grammar,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     @staticmethod
@@ -68,6 +72,8 @@ class SamplingParams:
             min_tokens=message.min_tokens,
             stop_token_ids=frozenset(message.stop_token_ids),
             logprobs=message.logprobs if message.HasField("logprobs") else None,
+            grammar=message.grammar,
+            prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         )
 
 

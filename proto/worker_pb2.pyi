@@ -45,7 +45,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., worker_incarnation: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "max_tokens", "min_tokens", "stop_token_ids", "logprobs")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "grammar", "prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,8 @@ class SamplingParams(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -81,7 +83,9 @@ class SamplingParams(_message.Message):
     min_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    grammar: str
+    prompt_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Leg(_message.Message):
     __slots__ = ("request_id", "attempt", "choices", "prompt_token_ids", "generated_token_ids", "sampling", "deadline_s", "cache_salt")
@@ -180,7 +184,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("welcome", "ticket", "first", "sent", "committed", "tokens", "preempted", "failed", "unsent", "held", "want", "prefixes")
+    __slots__ = ("welcome", "ticket", "first", "sent", "committed", "tokens", "preempted", "failed", "unsent", "held", "want", "prefixes", "prompt_scores")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +197,7 @@ class WorkerEvent(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     ticket: Ticket
     first: FirstTokens
@@ -205,7 +210,8 @@ class WorkerEvent(_message.Message):
     held: Held
     want: Want
     prefixes: PrefixChanges
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., first: _Optional[_Union[FirstTokens, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., unsent: _Optional[_Union[Unsent, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixChanges, _Mapping]] = ...) -> None: ...
+    prompt_scores: PromptScores
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., first: _Optional[_Union[FirstTokens, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., unsent: _Optional[_Union[Unsent, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixChanges, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "model_fingerprint", "max_model_len", "vocab_size", "block_size", "total_blocks", "max_batch_tokens", "max_sequences", "lookahead", "clock")
@@ -318,6 +324,24 @@ class Token(_message.Message):
     top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprob]
     finish_reason: str
     def __init__(self, choice: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+
+class PromptScores(_message.Message):
+    __slots__ = ("leg", "start", "scores")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    leg: LegRef
+    start: int
+    scores: _containers.RepeatedCompositeFieldContainer[PromptScore]
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., start: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[PromptScore, _Mapping]]] = ...) -> None: ...
+
+class PromptScore(_message.Message):
+    __slots__ = ("logprob", "top")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[TopLogprob]
+    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
     __slots__ = ("leg", "tokens", "cached_tokens", "queue_s", "prefill_s", "chunks", "fetched_tokens", "drawn_at")
