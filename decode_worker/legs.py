@@ -171,6 +171,11 @@ class DecodeLegs:
         """The KV of a reservation will not come."""
         return self.fail(key, error) if key in self.intake.reserved else []
 
+    def withdrawn(self, key: LegKey, error: BatonError) -> list[Effect]:
+        """The router heard that the KV does not come: too late for a leg that has all of it."""
+        waiting = key in self.intake.waiting or key in self.intake.reserved
+        return self.fail(key, error) if waiting else []
+
     def abandoned(self, key: LegKey) -> list[Effect]:
         """The first tokens ended every choice: prefill needs us no more, and has told the router."""
         return self.cancel(key) if key in self.intake.reserved else []

@@ -23,7 +23,7 @@ from ..kv_transfer.receiver import Receiver
 from ..kv_transfer.sender import Sender
 from ..kv_transfer.ticket import Ticket
 from ..proto import worker_pb2 as pb
-from ..proto.errors import BatonError, InternalError
+from ..proto.errors import BatonError, InternalError, from_wire
 from ..proto.failpoints import reach
 from ..proto.leg import LegKey, key_of, parse_leg, ref_of
 from ..proto.step_time import StepTimeFit, decode_features
@@ -146,6 +146,9 @@ class DecodeEngine:
                 return self._legs.end_choices(key_of(command.cancel.leg), command.cancel.choices)
             case "cancel":
                 return self._legs.cancel(key_of(command.cancel.leg))
+            case "withdraw":
+                gone = command.withdraw
+                return self._legs.withdrawn(key_of(gone.leg), from_wire(gone.code, gone.message))
             case "watch_prefixes":
                 self._feed.watch(session)
                 return []

@@ -13,7 +13,7 @@ class RouterMessage(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[RouterCommand, _Mapping]]] = ...) -> None: ...
 
 class RouterCommand(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "cancel", "release", "handover", "hold", "give", "watch_prefixes")
+    __slots__ = ("hello", "reserve", "prefill", "cancel", "release", "handover", "hold", "give", "watch_prefixes", "withdraw")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class RouterCommand(_message.Message):
     HOLD_FIELD_NUMBER: _ClassVar[int]
     GIVE_FIELD_NUMBER: _ClassVar[int]
     WATCH_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reserve: Reserve
     prefill: Prefill
@@ -32,7 +33,8 @@ class RouterCommand(_message.Message):
     hold: Hold
     give: Give
     watch_prefixes: WatchPrefixes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., watch_prefixes: _Optional[_Union[WatchPrefixes, _Mapping]] = ...) -> None: ...
+    withdraw: Withdraw
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., watch_prefixes: _Optional[_Union[WatchPrefixes, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "worker_id", "worker_incarnation")
@@ -170,6 +172,16 @@ class Give(_message.Message):
     leg: LegRef
     ticket: bytes
     def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class Withdraw(_message.Message):
+    __slots__ = ("leg", "code", "message")
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    leg: LegRef
+    code: str
+    message: str
+    def __init__(self, leg: _Optional[_Union[LegRef, _Mapping]] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class WatchPrefixes(_message.Message):
     __slots__ = ()

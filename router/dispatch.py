@@ -219,6 +219,9 @@ class Dispatcher:
                 command = pb.RouterCommand(hold=pb.Hold(leg=_ref(live, leg), choice=choice))
             case m.GivePrefix(leg, _, ticket):
                 command = pb.RouterCommand(give=pb.Give(leg=_ref(live, leg), ticket=ticket))
+            case m.WithdrawLeg(leg, _, error):
+                gone = pb.Withdraw(leg=_ref(live, leg), code=error.code, message=error.message)
+                command = pb.RouterCommand(withdraw=gone)
             case m.CancelLeg(leg):
                 command = pb.RouterCommand(cancel=pb.Cancel(leg=_ref(live, leg)))
             case m.CancelChoices(leg, _, choices) | m.CancelHeld(leg, _, choices):

@@ -46,7 +46,8 @@ class LegEvent(Enum):
     TICKET = "ticket"
     FIRST_TOKENS = "first tokens"
     SENT = "sent"
-    UNSENT = "unsent"  # the source cannot reach D; it keeps the KV
+    UNSENT = "unsent"  # the source cannot reach D, or was not told that D has everything; it keeps the KV
+    UNANSWERED = "no answer"  # D does not say whether it has everything
     COMMITTED = "committed"
     TOKENS = "tokens"
     PREEMPTED = "preempted"
@@ -73,6 +74,7 @@ class Do(Enum):
     CANCEL_DECODE = "D forgets the leg"
     CANCEL_HELD = "the source forgets what it holds for the leg, under the key of the leg before"
     HAND_OVER = "tell the source to send what it holds to D, under this leg"
+    WITHDRAW = "ask D whether it has all KV; it fails the leg if not"
     RESEND = "go on with what the source holds to another D"
     HOLD = "D takes the choice out of its batch"
     MOVE = "give the choice that left the batch a leg of its own"
@@ -113,7 +115,8 @@ TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.PREFILLING, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),  # D's news overtook P's
     (_S.PREFILLING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
     (_S.PREFILLING, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
-    (_S.PREFILLING, _E.UNSENT): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
+    (_S.PREFILLING, _E.UNSENT): Rule(_S.PREFILLING, (Do.WITHDRAW,)),  # COMMITTED or DECODE_GONE follows
+    (_S.PREFILLING, _E.UNANSWERED): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
     (_S.PREFILLING, _E.STOPPED): Rule(_S.OVER, _BOTH),
     (_S.PREFILLING, _E.DROP): Rule(_S.OVER, _BOTH),
     #
@@ -121,7 +124,8 @@ TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.HANDOVER, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),
     (_S.HANDOVER, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
     (_S.HANDOVER, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
-    (_S.HANDOVER, _E.UNSENT): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
+    (_S.HANDOVER, _E.UNSENT): Rule(_S.HANDOVER, (Do.WITHDRAW,)),  # COMMITTED or DECODE_GONE follows
+    (_S.HANDOVER, _E.UNANSWERED): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
     (_S.HANDOVER, _E.FINISHED): Rule(_S.OVER, (Do.RELEASE_PREFILL, Do.CANCEL_DECODE)),
     (_S.HANDOVER, _E.STOPPED): Rule(_S.OVER, _BOTH),
     (_S.HANDOVER, _E.DROP): Rule(_S.OVER, _BOTH),
@@ -145,7 +149,8 @@ TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.RESENDING, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),
     (_S.RESENDING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
     (_S.RESENDING, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
-    (_S.RESENDING, _E.UNSENT): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
+    (_S.RESENDING, _E.UNSENT): Rule(_S.RESENDING, (Do.WITHDRAW,)),  # COMMITTED or DECODE_GONE follows
+    (_S.RESENDING, _E.UNANSWERED): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
     (_S.RESENDING, _E.FINISHED): Rule(_S.OVER, (Do.RELEASE_PREFILL, Do.CANCEL_DECODE)),
     (_S.RESENDING, _E.STOPPED): Rule(_S.OVER, _BOTH),
     (_S.RESENDING, _E.DROP): Rule(_S.OVER, _BOTH),

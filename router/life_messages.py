@@ -87,6 +87,14 @@ class Unsent:
 
 
 @dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The decode worker did not say in time whether it has all KV of a leg that was Unsent for this reason."""
+
+    leg: LegKey
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """The prefill worker asks for the prefix that the decode worker holds; the ticket is its own."""
 
@@ -176,6 +184,7 @@ Event = (
     | FirstTokens
     | Sent
     | Unsent
+    | Unanswered
     | Wanted
     | Committed
     | Tokens
@@ -270,6 +279,15 @@ class GivePrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class WithdrawLeg:
+    """Tell the decode worker that no more KV comes, and why; report Unanswered if it says nothing to that."""
+
+    leg: LegKey
+    peer: Peer
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
 class CancelHeld:
     """Tell the source to forget these choices of what it knows under `leg`, whose KV was to be sent on."""
 
@@ -331,5 +349,16 @@ class End:
     error: BatonError | None
 
 
-Command = Reserve | Prefill | HandOver | HoldChoice | GivePrefix | CancelLeg | CancelHeld | CancelChoices | ReleaseLeg
+Command = (
+    Reserve
+    | Prefill
+    | HandOver
+    | HoldChoice
+    | GivePrefix
+    | WithdrawLeg
+    | CancelLeg
+    | CancelHeld
+    | CancelChoices
+    | ReleaseLeg
+)
 Action = Place | EnterGate | Command | Emit | PrefillOver | LegOver | End

@@ -22,6 +22,7 @@ from .placer import Placer
 from .sessions import SessionPool
 from .story import Stories
 
+_ANSWER_S = 1.0  # for a decode worker to say whether it has all KV of a leg: a step may be under way
 Later = Callable[[float, Callable[[], None]], object]  # seconds from now, what to do then
 
 
@@ -157,6 +158,9 @@ class Lives:
                     # the first command after the gate
                     live.record.gate_s += self.dispatcher.waited(live.request_id, action.leg)
                 self.dispatcher.send(live, action)
+                if isinstance(action, m.WithdrawLeg):
+                    late = m.Unanswered(action.leg, action.error)
+                    self._later(_ANSWER_S, lambda: self.handle(live, late))
 
     def _place(self, live: Live, action: m.Place) -> None:
         if action.after_s:

@@ -117,6 +117,8 @@ class RequestLife:
                 return self._step(leg, LegEvent.SENT)
             case m.Unsent(_, peer, error) if peer == leg.prefill and leg.decode:
                 return self._step(leg, LegEvent.UNSENT, error)
+            case m.Unanswered(_, error) if leg.decode:
+                return self._step(leg, LegEvent.UNANSWERED, error)
             case m.Wanted(_, peer, ticket) if peer == leg.prefill:
                 return self._wanted(leg, ticket)
             case m.Committed(_, peer) if peer == leg.decode:
@@ -293,6 +295,8 @@ class RequestLife:
                 return [m.EnterGate(leg.key, leg.prefill, self.prompt_tokens + len(leg.generated))]
             case Do.AGAIN if error:
                 return self._again(leg, event, error)
+            case Do.WITHDRAW if error and leg.decode:
+                return [m.WithdrawLeg(leg.key, leg.decode, error)]
             case Do.RESEND if error:
                 return self._resend(leg, error)
         return command(do, leg)  # none for EMIT, HOLD and MOVE: done where the event's content is at hand

@@ -99,6 +99,26 @@ def test_choices_that_ended_with_their_first_token_do_not_run() -> None:
     assert book.pool.used == 0
 
 
+def test_a_leg_whose_kv_is_withdrawn_fails_unless_it_has_all_of_it() -> None:
+    book = DecodeBook()
+    whole, reserved, lacking, waiting = (book.submit(leg(5, 6, first=20 * number)) for number in range(4))
+    book.legs.intake.waiting.pop(waiting.key)
+    book.step()
+    book.legs.submit(1, waiting, 0.0)
+    book.arrive(whole)
+    book.do(book.legs.arrived(lacking.key, 0, 100, 2, 0.0))  # the first tokens did not come
+    used = book.pool.used
+    for one in (whole, reserved, lacking, waiting, whole, reserved):
+        book.do(book.legs.withdrawn(one.key, TransferFailed("link lost")))
+    lost = [reserved, lacking, waiting]
+    assert [(failed.leg.request_id, failed.code, failed.message) for failed in book.of("failed")] == [
+        (one.key[0], "transfer_failed", "link lost") for one in lost
+    ]
+    assert 0 < book.pool.used < used
+    run_out(book)
+    assert [list(book.finished()), book.pool.used] == [[(whole.key[0], 0)], 0]
+
+
 @pytest.mark.parametrize("payload", [b"\xff\xff", pb.FirstTokens(tokens=[pb.Token(choice=5)]).SerializeToString()])
 def test_first_tokens_that_are_not_the_legs_fail_it(payload: bytes) -> None:
     book = DecodeBook()

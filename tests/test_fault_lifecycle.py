@@ -120,6 +120,29 @@ def test_lc_01_twenty_aborts(cluster: Cluster, how: str) -> None:
         abort_then(cluster, how)
 
 
+def test_a_link_that_breaks_behind_the_last_frame_sends_nothing_again(cluster: Cluster, oracle: Monolithic) -> None:
+    """Prefill does not hear that decode has everything, and says so before decode says that it goes on."""
+    rig, gates, _ = cluster
+    rig.client.generate(5, token_ids=ids(8), max_tokens=2, ignore_eos=True)  # a link is open
+    failed, retries = counted(rig, "baton_kv_transfers_total", outcome="failed"), counted(rig, "baton_retries_total")
+    gates.close("prefill.mid_frame")
+    gates.close("decode.committed")
+    reader = Reader(rig, ids(12), 20)
+    gates.wait_reached("prefill.mid_frame")
+    link = kv_link(cluster)
+    link.faults["down"].swallow = True
+    gates.release("prefill.mid_frame")
+    gates.wait_reached("decode.committed")
+    link.cut()
+    until(lambda: counted(rig, "baton_kv_transfers_total", outcome="failed") > failed, "prefill does not notice")
+    gates.release("decode.committed")
+    outcome = reader.end(20)
+    assert outcome.answer is not None
+    assert outcome.answer.token_ids == oracle.run(reader.prompt, max_tokens=20)[0].token_ids
+    assert outcome.answer.timing.attempts == 1
+    assert counted(rig, "baton_retries_total") == retries
+
+
 @pytest.mark.parametrize("rounds", [6, pytest.param(30, marks=pytest.mark.slow)])
 def test_lc_02_cancel_between_prefill_done_and_decode_told(cluster: Cluster, rounds: int) -> None:
     """The news is at the router, which does not look, and no frame is sent; the prefill pool has room for three."""

@@ -74,7 +74,7 @@ def life_in(state: LegState) -> RequestLife:
             LegState.REBOOKING: lambda: m.Ticketed(only.key, D, b"t"),  # noqa: B023
         }
         resend = state in (LegState.REPLACING, LegState.REBOOKING, LegState.RESENDING)
-        step[LegState.HANDOVER] = lambda: m.Unsent(only.key, P, LOST) if resend else m.Committed(only.key, D)  # noqa: B023
+        step[LegState.HANDOVER] = lambda: m.Failed(only.key, D, LOST) if resend else m.Committed(only.key, D)  # noqa: B023
         life.handle(step[only.state]())
     raise AssertionError(f"no way to {state}")
 
@@ -86,6 +86,7 @@ NEWS: dict[LegEvent, Callable[[m.LegKey], m.Event]] = {
     LegEvent.FIRST_TOKENS: lambda key: m.FirstTokens(key, P, [pb.Token(token_id=7)]),
     LegEvent.SENT: lambda key: m.Sent(key, P),
     LegEvent.UNSENT: lambda key: m.Unsent(key, P, LOST),
+    LegEvent.UNANSWERED: lambda key: m.Unanswered(key, LOST),
     LegEvent.COMMITTED: lambda key: m.Committed(key, D),
     LegEvent.TOKENS: lambda key: m.Tokens(key.attempt, D, [pb.Token(index=1, token_id=8)]),
     LegEvent.PREEMPTED: lambda key: m.Preempted(key, D, 0),

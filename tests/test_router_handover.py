@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from baton.proto import worker_pb2 as pb
+from baton.router import lives
 from baton.router.life_messages import LegKey
 from baton.router.moves import AT_ONCE, Stream, due
 from baton.router.outstanding import Room
-from baton.tests.harness.router_rig import Collected, FakeWorker, RouterRig, ref_of, router_rig, say
+from baton.tests.harness.router_rig import Collected, FakeWorker, RouterRig, key_of, ref_of, router_rig, say
 
 LONG = "abcdefghijklmnopqrstuvwxyz" * 3
 
@@ -69,6 +70,36 @@ async def test_what_is_computed_is_sent_again_to_the_other_decode_worker(wide: R
     assert answer.finished[-1].timing.attempts == 2
     assert await wide.metric("baton_legs_handed_over_total", cause="retry") == 1
     assert await wide.metric("baton_recomputed_tokens_total") == 0
+
+
+@pytest.mark.parametrize("word", ["late", "never"])
+async def test_a_leg_that_decode_has_is_not_sent_again(
+    wide: RouterRig, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """The source heard no acknowledgement, and says so before the decode worker's word comes, if that ever does."""
+    monkeypatch.setattr(lives, "_ANSWER_S", 0.1)
+    prefill = wide.cluster["prefill-0"]
+
+    async def unacknowledged(leg: pb.Leg, ticket: bytes) -> None:
+        decode, _ = wide.cluster.tickets.pop(ticket)
+        tokens = [prefill.token(leg, choice, 0) for choice in leg.choices]
+        prefill.emit(first=pb.FirstTokens(leg=ref_of(leg), tokens=tokens))
+        prefill.emit(unsent=pb.Unsent(leg=ref_of(leg), code="transfer_failed", message="link lost"))
+        prefill.on_prefill = prefill.prefill
+
+        def asked(order: pb.Withdraw) -> None:
+            if word == "late":
+                decode.emit(committed=pb.Committed(leg=ref_of(leg)))
+                decode._tasks[key_of(leg)] = asyncio.ensure_future(decode.decode(leg))
+
+        decode.on_withdraw = asked
+
+    prefill.on_prefill = unacknowledged
+    answer = await wide.generate(prompt="x")
+    assert answer.texts == {0: "hello"}
+    assert kinds(prefill) == ["prefill", "release"] if word == "late" else ["prefill", "handover", "release"]
+    assert answer.finished[-1].timing.attempts == (1 if word == "late" else 2)
+    assert await wide.metric("baton_retries_total") == (word == "never")
 
 
 async def test_kv_that_is_not_there_any_more_is_computed_again_and_counts_no_try(wide: RouterRig) -> None:

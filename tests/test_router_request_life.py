@@ -431,6 +431,7 @@ def _news(life: RequestLife, rng: random.Random, max_tokens: int) -> m.Event:
         options += [lambda: m.Failed(key, rng.choice([peer_p, peer_d]), error)] * 3
         options += [lambda: m.Failed(source_key, peer_p, error)]
         options += [lambda: m.Unsent(key, peer_p, TransferFailed("link"))] * 3
+        options += [lambda: m.Unanswered(key, TransferFailed("link"))]
         options += [lambda: m.WorkerLost(rng.choice([peer_p, peer_d]))] * 3
     return rng.choice(options)()
 

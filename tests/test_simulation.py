@@ -11,13 +11,14 @@ To run one seed again, and only that:
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 
 import pytest
 from baton.tests.harness.simulation import broken
-from baton.tests.harness.simulation.run import Failure, run, search, shrink, simulated
-from baton.tests.harness.simulation.scenario import scenario
+from baton.tests.harness.simulation.run import Failure, run, search, shrink, simulated, told
+from baton.tests.harness.simulation.scenario import Fault, scenario
 
 SEED = os.environ.get("BATON_SEED", "")
 ENOUGH = 500  # seeds in which every broken variant must have been found
@@ -57,6 +58,24 @@ def test_every_invariant_holds_under_faults_for_long(part: int) -> None:
 @pytest.mark.parametrize("mistake", broken.NAMES)
 def test_the_simulation_finds_what_is_broken(mistake: str) -> None:
     assert broken.seeds_until_found(mistake, ENOUGH, lambda seed: run(scenario(seed)) is not None) < ENOUGH
+
+
+@pytest.mark.usefixtures("virtual")
+def test_a_leg_that_decode_has_is_not_sent_again() -> None:
+    """Every link between the two breaks as the first acknowledgement of a leg's end is about to arrive."""
+    plain = scenario(6)
+    workers = tuple((name, dataclasses.replace(spec, ranks=1)) for name, spec in plain.workers)  # one link, one end
+    asks = tuple(dataclasses.replace(ask, stop_at=0, max_tokens=5, salt="", deadline_s=600.0) for ask in plain.asks)
+    links = [(p, d) for p in ("p0", "p1") for d in ("d0", "d1")]
+    cuts = tuple(Fault("cut link", 0.0, "link.done_ack", 1, p, d, 0.0, side=0) for p, d in links)
+    stories = [
+        told(dataclasses.replace(plain, luck=luck, workers=workers, asks=asks[:1], faults=cuts)) for luck in range(40)
+    ]
+    asked = [story for story in stories if "withdraw leg" in story]
+    early = [story for story in asked if story.index("withdraw leg") < story.index(": committed")]
+    assert early, "the source's word never came first"
+    assert len(early) < len(stories)
+    assert not [story for story in stories if "attempt 2" in story]
 
 
 @pytest.mark.usefixtures("virtual")

@@ -89,6 +89,7 @@ class FakeWorker(WorkerServicer):
         self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self.on_hold: Callable[[Key, int], None] = self.hold
+        self.on_withdraw: Callable[[pb.Withdraw], None] = self.withdraw
         self.ended: dict[Key, set[int]] = {}  # choices that the router ended, by leg
         self.used_blocks = 0  # at least, as the load says
         self.step_time: pb.StepTime | None = None  # as the load says
@@ -169,6 +170,9 @@ class FakeWorker(WorkerServicer):
         if kind == "handover":
             await self._hand_over(command.handover)
             return
+        if kind == "withdraw":
+            self.on_withdraw(command.withdraw)
+            return
         if kind in ("cancel", "release"):
             self.held.pop(key, None)
             if kind == "cancel" and key in self._tasks:
@@ -244,6 +248,12 @@ class FakeWorker(WorkerServicer):
         if key_of(leg) in decode.held:
             decode.emit(committed=pb.Committed(leg=ref_of(leg), bytes=1000, frames=2, reserved_s=0.01))
             decode._tasks[key_of(leg)] = asyncio.ensure_future(decode.on_decode(leg))
+
+    def withdraw(self, order: pb.Withdraw) -> None:
+        """Decode: a leg that is only reserved fails."""
+        leg = self.held.get(key_of(order.leg))
+        if leg is not None and self._tasks[key_of(order.leg)].done():
+            self.fail(leg, order.code, order.message)
 
     def hold(self, key: Key, choice: int) -> None:
         """Decode: the only choice of a leg leaves the batch and is kept."""
