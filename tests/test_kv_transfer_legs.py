@@ -179,6 +179,18 @@ def test_an_order_that_comes_after_the_first_frame_is_waited_for() -> None:
         pair.assert_equal(8)
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_kv_09_a_list_of_blocks_that_is_too_short_is_refused_at_either_end(kept: int) -> None:
+    shape = layout([(0, 2)])
+    with rig(shape, shape) as pair:
+        with pytest.raises(ValueError, match=f"{kept} blocks of 4 for 8 tokens"):
+            pair.receivers[0].expect(LEG, b"x" * 16, pair.target_blocks(8)[:kept], (0, 8))
+        ticket = pair.reserve(LEG, 8, 0, pair.target_blocks(8))
+        pair.open(LEG, ticket, 8, pair.source_blocks(8)[:kept])
+        [failure] = pair.sent[0].wait(SendFailed)
+        assert f"{kept} blocks of 4 for 8 prompt tokens" in failure.error.message
+
+
 def test_kv_07_an_unknown_leg_fails_soon() -> None:
     shape = layout([(0, 2)])
     with rig(shape, shape, replace(PARAMS, frame_timeout_s=0.6)) as pair:
