@@ -25,7 +25,7 @@ from ..proto.errors import BatonError, InternalError
 from ..proto.failpoints import reach
 from ..proto.leg import LegKey, key_of, parse_leg, ref_of
 from ..proto.step_time import StepTimeFit, prefill_features
-from ..proto.worker_loop import Commands, Events, SessionEnded, drain_into, seconds_until
+from ..proto.worker_loop import Commands, Events, SessionEnded, drain_into, let_others_run, seconds_until
 from .effects import (
     AbandonTransfer,
     CancelTransfer,
@@ -240,6 +240,7 @@ class PrefillEngine:
             self._perform(self._legs.fail(key, error))
         else:
             self._sender.finish(key, first_tokens)
+            let_others_run()  # the decode worker waits for it
 
     def _broadcast(self, message: dict[str, object]) -> None:
         if self._channel is not None:

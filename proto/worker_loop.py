@@ -153,13 +153,18 @@ class WorkerLoop:
             return
         load = self._engine.load()
         self._call(lambda: self._post(events, load))
-        _SCHED_YIELD()
+        let_others_run()
 
     def _call(self, action: Callable[[], None]) -> None:
         try:
             self._loop.call_soon_threadsafe(action)
         except RuntimeError:  # the event loop is closed: nobody listens any more
             log.debug("event loop closed")
+
+
+def let_others_run() -> None:
+    """Threads that this one has just woken come first: they would wait for the interpreter until it sleeps."""
+    _SCHED_YIELD()
 
 
 def drain_into(inbox: queue.SimpleQueue[object], engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ from . import worker_pb2_grpc
 from .session_server import SERVER_OPTIONS, SessionParams, SessionServer
 from .worker_loop import Commands, Engine, SessionEnded, WorkerLoop
 
+_SWITCH_S = (
+    0.0005  # a thread waits so long for another that computes in Python: links and the engine wait for each other
+)
 _POLL_S = 0.1  # how often `stop` is looked at
 _LAST_WORDS_S = 1.0  # for the Failed events of a broken engine
 _GRACE_S = 0.2  # for what was handed to gRPC to leave
@@ -56,6 +60,7 @@ async def serve_worker(
     bound = server.add_insecure_port(f"{place}:{port}")
     loop = WorkerLoop(engine, inbox, asyncio.get_running_loop(), service.deliver)
     await server.start()
+    sys.setswitchinterval(_SWITCH_S)
     loop.start()
     try:
         report("ready", {"address": f"{place}:{bound}", "pid": os.getpid()})
