@@ -236,10 +236,14 @@ class DecodeLegs:
         the end of a sequence is dropped, and sequences that are gone are skipped."""
         self.steps += 1
         said: dict[int, pb.Tokens] = {}
+        effects: list[Effect] = []
         for step, row in zip(steps, drawn, strict=True):
             name = ((step.request_id, step.attempt, step.first_choice), row[0].choice)
             running = self._running.get(name)
             if running is None:
+                continue
+            if row[0].error is not None:
+                effects += self.fail(name[0], row[0].error)
                 continue
             told = said.setdefault(running.session, pb.Tokens(at=now)).tokens
             for sampled in row:
@@ -250,7 +254,7 @@ class DecodeLegs:
                 if token.finish_reason:
                     self._leave(name)
                     break
-        return [Tell(session, pb.WorkerEvent(tokens=tokens)) for session, tokens in said.items()]
+        return [Tell(session, pb.WorkerEvent(tokens=tokens)) for session, tokens in said.items()] + effects
 
     # ---- Blocks, for the scheduler ---------------------------------------------------------------------------------
 

@@ -159,6 +159,7 @@ class DecodeEngine:
     def _submit(self, session: int, message: pb.Leg, now: float) -> list[Effect]:
         try:
             leg = parse_leg(message, self._runner.vocab_size, self._runner.max_model_len, now)
+            self._runner.guide.expect(leg.sampling.grammar)
             return self._legs.submit(session, leg, now)
         except BatonError as error:
             return [Tell(session, failed(key_of(message), error))]

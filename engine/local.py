@@ -249,7 +249,9 @@ class LocalEngine:
             self._add(one, token)
 
     def _add(self, sequence: _Sequence, token: SampledToken) -> bool:
-        """One more token; whether it is the last."""
+        """One more token; whether it is the last. Raises what kept it from being drawn."""
+        if token.error:
+            raise token.error
         sequence.tokens.append(token)
         sequence.all_ids.append(token.token_id)
         reason = finish_reason(sequence.params, token.token_id, len(sequence.tokens))

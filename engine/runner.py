@@ -13,13 +13,17 @@ import torch
 
 from ..proto.errors import ConfigError
 from ..proto.kv_layout import KVLayout, block_count
+from ..text.grammar import Vocabulary
 from ..text.source import resolve
+from ..text.tokenizer import Tokenizer
 from .batch import BatchTensors
+from .guide import Guide
 from .model import Model
 from .model_config import ModelConfig, load_config
 from .paged_kv import DTYPES, KV_DTYPES, PagedKV, bytes_per_block
 from .params import EngineParams
 from .partition import head_ranges
+from .prompt_scores import take_scores
 from .ranks import RankGroup
 from .sampler import sample
 from .step import DRAWN_BY_LEADER, Kind, OnLayers, SampledToken, SequenceStep, pack_plan
@@ -68,6 +72,7 @@ class Runner:
                 self.blocks * params.block_size,
                 self.max_model_len,
             )
+        self.guide = Guide(lambda: Vocabulary(Tokenizer.load(source)))
         self._model = Model(self.config, weights, params, group)
         self._device = torch.device(params.device)
         self._broadcast = broadcast
@@ -82,7 +87,7 @@ class Runner:
         nobody waits for it.
 
         Returns, for each step with a draw and in their order, one token for each of its choices; for a step with
-        proposals the tokens that its only choice goes on with, one at least.
+        proposals the tokens that its only choice goes on with, one at least. `SequenceStep.scores` are filled in.
         """
         return self._lead("prefill", steps, on_layers)
 
@@ -107,12 +112,14 @@ class Runner:
         return time.perf_counter() - started
 
     def _lead(self, kind: Kind, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> list[list[SampledToken]]:
+        allowed = self.guide.begin(steps)
         if self._broadcast is not None:
             self._broadcast(pack_plan(kind, steps))
         logits = self._forward(steps, on_layers)
         draws = [draw for step in steps for draw in draws_of(step)]
         with torch.inference_mode():
-            return accept(steps, sample(logits, draws))
+            logits = take_scores(steps, logits)
+            return accept(steps, sample(logits, draws, allowed.result() if allowed else {}))
 
     def _forward(self, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> torch.Tensor:
         with torch.inference_mode():

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from ..kernels.argmax import argmax
-from ..proto.errors import InternalError
+from ..proto.errors import BatonError, InternalError
 from ..proto.sampling import SamplingParams
 from .step import Draw, SampledToken
 
@@ -27,21 +28,25 @@ _ROWS = 16  # rows drawn from at a time: a few MiB, which a CPU's cache holds
 _COLDEST = 1e-30  # a smaller temperature would be zero in float32
 _PIECE = 32  # token ids looked at together in search of the highest
 _WIDTHS = (64, 256, 4096, 1 << 40)  # candidates that top-k and top-p look at, until they know
+_EVERYTHING: Mapping[int, Tensor | BatonError] = MappingProxyType({})
 _MASK64 = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[list[SampledToken]]:
+def sample(
+    logits: Tensor, draws: Sequence[Draw], allowed: Mapping[int, Tensor | BatonError] = _EVERYTHING
+) -> list[list[SampledToken]]:
     """Draw from row i of `logits` [R, vocab], not changed, what draws[i] asks for, one token a choice.
 
-    The logits are float32 or bfloat16; all but comparing is done in float32.
+    The logits are float32 or bfloat16; all but comparing is done in float32. allowed[i]: the ids that may be drawn
+    from row i, bool [vocab or less, then nothing behind is allowed], or why nothing can be: that is its tokens' error.
 
     Raises InternalError for logits that are not numbers, and ValueError when rows and draws do not pair up.
     """
     if logits.shape[0] != len(draws):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(draws)} draws")
     ids: list[list[int]] = [[] for _ in draws]
-    adjusted = _adjust(logits, draws)
+    adjusted = _adjust(logits, draws, allowed)
     greedy = [row for row, draw in enumerate(draws) if draw.params.temperature == 0]
     noisy = [row for row, draw in enumerate(draws) if draw.params.temperature != 0]
     for row, token in zip(greedy, _best(adjusted, greedy), strict=True):
@@ -50,7 +55,11 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[list[SampledToken]]:
         part = noisy[low : low + _ROWS]
         for row, tokens in zip(part, _draw(_rows(adjusted, part).float(), [draws[row] for row in part]), strict=True):
             ids[row] = tokens
-    return _describe(logits, draws, ids)
+    described = _describe(logits, draws, ids)
+    for row, reason in allowed.items():
+        if isinstance(reason, BatonError):
+            described[row] = [SampledToken(choice, 0, None, (), reason) for choice in draws[row].choices]
+    return described
 
 
 def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
@@ -59,13 +68,15 @@ def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
     return tensor[torch.tensor(rows, dtype=torch.int64, device=tensor.device)]
 
 
-def _adjust(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Penalties, bias and the mask of early stop tokens: in float32 where anything changes, else the tensor itself."""
+def _adjust(logits: Tensor, draws: Sequence[Draw], allowed: Mapping[int, Tensor | BatonError]) -> Tensor:
+    """Penalties, bias and masks (grammars, early stop tokens): in float32 where any is, else the same tensor."""
     result = logits
     for index, draw in enumerate(draws):
         params = draw.params
         early = len(draw.generated) < params.min_tokens and bool(params.stop_token_ids)
-        if not (params.penalised or params.logit_bias or early):
+        mask = allowed.get(index)
+        masked = isinstance(mask, Tensor)
+        if not (params.penalised or params.logit_bias or early or masked):
             continue
         if result is logits:
             result = logits.to(torch.float32, copy=True)
@@ -76,7 +87,15 @@ def _adjust(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
             row[_ids(row, list(params.logit_bias))] += row.new_tensor(list(params.logit_bias.values()))
         if early:
             row[_ids(row, [token for token in params.stop_token_ids if token < len(row)])] = -math.inf
+        if isinstance(mask, Tensor):
+            _forbid(row, mask)
     return result
+
+
+def _forbid(row: Tensor, allowed: Tensor) -> None:
+    """Masks what a grammar does not allow; ids without a spelling are behind the mask's end."""
+    row[len(allowed) :] = -math.inf
+    row[: len(allowed)].masked_fill_(~allowed[: len(row)].to(row.device), -math.inf)
 
 
 def _penalise(row: Tensor, draw: Draw) -> None:

@@ -8,18 +8,29 @@ Each step of one engine goes through all four, in this order. What comes out is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from .proposal_length import Costs, Record, learn, next_length
 from .proposer import Proposer, SequenceName, Wanted
 from .step import SampledToken, SequenceStep
 
+Allowed = Callable[[SequenceStep, Sequence[int]], Sequence[int]]
+
+
+def _everything(step: SequenceStep, proposals: Sequence[int]) -> Sequence[int]:
+    return proposals
+
 
 class Speculator:
-    """`longest`: proposals of one sequence in one step, at most. The three counters only grow."""
+    """`longest`: proposals of one sequence in one step, at most. The three counters only grow.
 
-    def __init__(self, proposer: Proposer, costs: Costs, longest: int, block_size: int) -> None:
+    allowed: of the tokens that are proposed to follow a step, those that its grammar lets stand (guide.py).
+    """
+
+    def __init__(
+        self, proposer: Proposer, costs: Costs, longest: int, block_size: int, allowed: Allowed = _everything
+    ) -> None:
         self.drafts = 0  # steps of a sequence with proposals
         self.draft_tokens = 0
         self.accepted_tokens = 0
@@ -27,6 +38,7 @@ class Speculator:
         self.costs = costs
         self._longest = longest
         self._block_size = block_size
+        self._allowed = allowed
         self._records: dict[SequenceName, Record] = {}
 
     def lengths(self, names: Sequence[SequenceName]) -> Mapping[SequenceName, int]:
@@ -44,6 +56,7 @@ class Speculator:
         extended = list(steps)
         for index, tokens in zip(counts, self._proposer.propose(wanted) if wanted else (), strict=True):
             step = steps[index]
+            tokens = self._allowed(step, tokens)
             extended[index] = replace(step, tokens=[*step.tokens, *tokens], proposed=len(tokens))
         return extended
 

@@ -42,7 +42,7 @@ def start_speculation(params: SpeculationParams, engine: EngineParams, runner: R
         row, fixed = _measure(runner, params.max_tokens + 1)
         proposer, costs = PromptLookup(), Costs(row / fixed, 0.0, 0.0)
     _log.info("speculation by %s: up to %d tokens; %s", params.method, params.max_tokens, costs)
-    return Speculator(proposer, costs, params.max_tokens, engine.block_size)
+    return Speculator(proposer, costs, params.max_tokens, engine.block_size, runner.guide.allowed)
 
 
 def draft_costs(runner: Runner, draft: Runner, longest: int) -> Costs:

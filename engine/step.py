@@ -7,11 +7,12 @@ the same batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgpack
 
+from ..proto.errors import BatonError
 from ..proto.sampling import SamplingParams
 
 Kind = Literal["prefill", "decode"]
@@ -33,14 +34,35 @@ class Draw:
     generated: Sequence[int]
 
 
+@dataclass(slots=True)
+class PromptScores:
+    """Asks what the model thinks of given tokens; the runner fills in `found`, one entry for each target."""
+
+    targets: Sequence[int]  # what follows each of the step's tokens; behind the last one of the prompt comes nothing
+    top: int  # alternatives beside each
+    found: list[TokenScore] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """Log probability of a given token, and the likeliest ones (id, log probability), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One drawn token. `logprob` and `top` (best first) are of the raw logits; None and () unless asked for."""
+    """One drawn token. `logprob` and `top` (best first) are of the raw logits; None and () unless asked for.
+
+    `error`: nothing could be drawn, for a reason that is the request's own; there is no token then.
+    """
 
     choice: int
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...]
+    error: BatonError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +82,7 @@ class SequenceStep:
     blocks: Sequence[int]
     draw: Draw | None
     proposed: int = 0
+    scores: PromptScores | None = None  # never together with proposals
 
     @property
     def end(self) -> int:
@@ -68,8 +91,13 @@ class SequenceStep:
 
     @property
     def logit_rows(self) -> range:
-        """Which of `tokens` want a row of logits: none without a draw, else the last one, and one for each proposal."""
-        return range(len(self.tokens) - 1 - self.proposed if self.draw else len(self.tokens), len(self.tokens))
+        """Which of `tokens` want a row of logits: those that are drawn from; all of them where they are scored."""
+        return range(0 if self.scores else len(self.tokens) - self.draw_rows, len(self.tokens))
+
+    @property
+    def draw_rows(self) -> int:
+        """Rows of logits that are drawn from: none without a draw, else one, and one for each proposal."""
+        return 1 + self.proposed if self.draw else 0
 
 
 _NEUTRAL = SamplingParams(
@@ -90,6 +118,7 @@ _NEUTRAL = SamplingParams(
 )
 # On a follower: the row of logits is computed, and rank 0 draws from it.
 DRAWN_BY_LEADER = Draw(params=_NEUTRAL, choices=(), prompt=(), generated=())
+_SCORED_BY_LEADER = PromptScores(targets=(), top=0)
 
 
 def pack_plan(kind: Kind, steps: Sequence[SequenceStep]) -> bytes:
@@ -104,6 +133,7 @@ def pack_plan(kind: Kind, steps: Sequence[SequenceStep]) -> bytes:
             list(s.blocks),
             s.draw is not None,
             s.proposed,
+            s.scores is not None,
         )
         for s in steps
     ]
@@ -123,6 +153,7 @@ def unpack_plan(data: bytes) -> tuple[Kind, list[SequenceStep]]:
 
 
 def _unpack_step(row: Sequence[Any]) -> SequenceStep:
-    request_id, attempt, first_choice, tokens, start, blocks, drawn, proposed = row
+    request_id, attempt, first_choice, tokens, start, blocks, drawn, proposed, scored = row
     draw = DRAWN_BY_LEADER if drawn else None
-    return SequenceStep(request_id, attempt, first_choice, tokens, start, blocks, draw, proposed)
+    scores = _SCORED_BY_LEADER if scored else None
+    return SequenceStep(request_id, attempt, first_choice, tokens, start, blocks, draw, proposed, scores)

@@ -37,7 +37,7 @@ def accept(steps: Sequence[SequenceStep], sampled: Sequence[list[SampledToken]])
     the first that is not what was proposed, or all of them.
     """
     rows = iter(sampled)
-    return [_accept(step, rows_of) for step in steps if (rows_of := [next(rows) for _ in step.logit_rows])]
+    return [_accept(step, rows_of) for step in steps if (rows_of := [next(rows) for _ in range(step.draw_rows)])]
 
 
 def _accept(step: SequenceStep, rows: Sequence[list[SampledToken]]) -> list[SampledToken]:
@@ -45,6 +45,8 @@ def _accept(step: SequenceStep, rows: Sequence[list[SampledToken]]) -> list[Samp
         return rows[0]
     kept: list[SampledToken] = []
     for (drawn,), guess in zip(rows, [*proposals_of(step), None], strict=True):
+        if kept and drawn.error:
+            break  # the next step says so
         kept.append(drawn)
         if drawn.token_id != guess:
             break

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..engine.block_pool import BlockPool
-from ..engine.step import Draw, SampledToken, SequenceStep
+from ..engine.step import Draw, PromptScores, SampledToken, SequenceStep
 from ..kv_transfer.events import Sent
 from ..kv_transfer.send_reports import SendReports
 from ..kv_transfer.ticket import Ticket
@@ -42,7 +42,7 @@ from .effects import (
     failed,
     unsent,
 )
-from .entry import Entry, Order, Phase, first_event, repeated
+from .entry import Entry, Order, Phase, first_event, repeated, scores_event
 from .scheduler import Chunk, PrefillScheduler
 
 
@@ -262,7 +262,11 @@ class PrefillLegs:
                 continue
             entry.chunks += 1
             self.pool.publish(entry.blocks, entry.leg.tokens[: step.end], entry.leg.salt)
-            if row is not None:
+            if step.scores is not None:
+                effects.append(Tell(entry.session, scores_event(key, step.start, step.scores)))
+            if row is not None and row[0].error is not None:
+                effects += self.fail(key, row[0].error)
+            elif row is not None:
                 effects += self._first_tokens(entry, row, now)
         return effects
 
@@ -274,6 +278,7 @@ class PrefillLegs:
             start=chunk.start,
             blocks=self._legs[leg.key].blocks,
             draw=Draw(leg.sampling, leg.choices, leg.prompt, leg.generated) if last else None,
+            scores=_scores(leg, chunk),
         )
 
     def _first_tokens(self, entry: Entry, row: Sequence[SampledToken], now: float) -> list[Effect]:
@@ -295,7 +300,7 @@ class PrefillLegs:
         leg = entry.leg
         if self._blocked == (leg.key, self.pool.free):
             return False  # nothing has changed since the last look
-        shared = self.pool.match(leg.tokens[:-1], leg.salt)  # the last token is computed, for its logits
+        shared = self.pool.match(_reusable(leg), leg.salt)
         rest = block_count(leg.length, self.pool.block_size) - len(shared)
         if rest > self.pool.free_after_pin(shared):
             self._blocked = (leg.key, self.pool.free)
@@ -311,7 +316,7 @@ class PrefillLegs:
         """Compute, after the prefix that the decode worker holds has come, where that is worth asking for."""
         leg, rules = entry.leg, self._rules
         entry.admitted = now
-        stop = min(_offered(entry.ticket), leg.length - 1)
+        stop = min(_offered(entry.ticket), len(_reusable(leg)))
         if not rules.fetch_tokens or stop - entry.cached < rules.fetch_tokens:
             return self._compute(entry)
         entry.phase, entry.fetch_stop, entry.fetch_until = Phase.FETCHING, stop, now + rules.fetch_s
@@ -376,6 +381,18 @@ class PrefillLegs:
         if entry.phase is Phase.FETCHING:
             return [ForgetPrefix(key)]
         return [CancelTransfer(key)] if entry.sending else []
+
+
+def _reusable(leg: Leg) -> list[int]:
+    """The tokens whose KV may come from elsewhere: not those whose logits are wanted."""
+    return leg.tokens[:-1] if leg.sampling.prompt_logprobs is None else []
+
+
+def _scores(leg: Leg, chunk: Chunk) -> PromptScores | None:
+    """What is asked about the prompt's tokens behind those of the chunk."""
+    top = leg.sampling.prompt_logprobs
+    targets = leg.prompt[chunk.start + 1 : chunk.stop + 1]
+    return None if top is None or not targets else PromptScores(targets, top)
 
 
 def _gone(held: LegKey) -> BatonError:

@@ -153,6 +153,7 @@ class PrefillEngine:
             now = time.monotonic()
             leg = parse_leg(message.leg, self._runner.vocab_size, self._runner.max_model_len, now)
             reach("prefill.queued")
+            self._runner.guide.expect(leg.sampling.grammar)
             return self._legs.submit(session, leg, message.ticket, now)
         except BatonError as error:
             return [Tell(session, failed(key_of(message.leg), error))]
