@@ -16,15 +16,17 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as loop_controls
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..proto.errors import ConfigError, InvalidRequest
+from ..proto.errors import ConfigError
+from .chat_messages import checked_message, invalid, mapped, texts_of
 from .tokenizer import Tokenizer
+from .tool_calls import ToolStyle, style_of
 
 MAX_LOOP_STEPS = 100_000  # over all ranges of one rendering
 MAX_GROWTH = 8  # rendered characters per character of the messages, beyond MAX_OVERHEAD
@@ -42,36 +44,44 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._now = now
         self._template: jinja2.Template | None = None
+        self.tool_style: ToolStyle | None = (
+            None  # None: no tools, or calls of no kind known here
+        )
         self._guard = _Guard(tokenizer)
         source = tokenizer.chat_templates.get("default")
         if source is not None:
             try:
-                self._template = _environment().from_string(source)
+                environment = _environment()
+                self._template = environment.from_string(source)
+                if "tools" in meta.find_undeclared_variables(environment.parse(source)):
+                    self.tool_style = style_of(source)
             except jinja2.TemplateError as error:
                 raise ConfigError(f"the model's chat template cannot be compiled: {error}") from error
 
-    def render_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Ids of the prompt that asks for the next assistant message.
 
         Each message has a `role` and a `content`: text, or a list of {"type": "text", "text": ...} parts, which are
-        joined by line breaks. Raises InvalidRequest (field "messages"), with the template's own words where it refuses.
+        joined by line breaks; an assistant's may have `tool_calls`, a tool's a `tool_call_id`. `tools`: as OpenAI has
+        them. Raises InvalidRequest (field "messages"), with the template's own words where it refuses.
         """
-        plain = [_checked(i, message) for i, message in enumerate(messages)]
+        plain = [checked_message(i, message) for i, message in enumerate(messages)]
         if not plain:
-            raise _invalid("messages must not be empty")
-        shield = self._guard.shield("".join(text for message in plain for text in message.values()))
-        text = self._render([{key: shield.hide(value) for key, value in message.items()} for message in plain])
+            raise invalid("messages must not be empty")
+        texts = list(texts_of([plain, list(tools)]))
+        shield = self._guard.shield("".join(texts))
+        size = sum(map(len, texts))
+        text = self._render(mapped(plain, shield.hide), mapped(list(tools), shield.hide), size)
         return self._guard.encode(text, shield)
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: Any, tools: Any, size: int) -> str:
         if self._template is None:
-            raise _invalid("this model has no chat template; send a prompt instead of messages")
-        size = sum(len(text) for message in messages for text in message.values())
+            raise invalid("this model has no chat template; send a prompt instead of messages")
         limit = MAX_OVERHEAD + MAX_GROWTH * size
         variables = {
             **self._tokenizer.named_specials,
             "messages": messages,
-            "tools": None,
+            "tools": tools or None,
             "documents": None,
             "add_generation_prompt": True,
             "strftime_now": lambda form: self._now().strftime(form),
@@ -85,45 +95,10 @@ class ChatTemplate:
                     raise SecurityError(f"more than {limit} characters of output")
                 parts.append(part)
         except jinja2.TemplateError as error:
-            raise _invalid(f"the model's chat template refuses these messages: {error.message or error}") from error
+            raise invalid(f"the model's chat template refuses these messages: {error.message or error}") from error
         except Exception as error:  # a template can raise whatever Python's own types raise
-            raise _invalid(f"the model's chat template fails on these messages: {error}") from error
+            raise invalid(f"the model's chat template fails on these messages: {error}") from error
         return "".join(parts)
-
-
-# ---- messages ------------------------------------------------------------------------------------------------
-
-
-def _invalid(message: str) -> InvalidRequest:
-    return InvalidRequest(message, field="messages")
-
-
-def _checked(index: int, message: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of one message, its parts joined."""
-    if not isinstance(message, Mapping):
-        raise _invalid(f"messages[{index}] must be an object with role and content")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise _invalid(f"messages[{index}].role must be a non-empty string")
-    checked = {"role": role, "content": _content(index, message.get("content"))}
-    name = message.get("name")
-    if isinstance(name, str):
-        checked["name"] = name
-    return checked
-
-
-def _content(index: int, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise _invalid(f"messages[{index}].content must be text or a list of text parts, not {type(content).__name__}")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise _invalid(f"messages[{index}].content[{i}]: only text parts are supported, not {kind!r}")
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 # ---- special tokens ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ MAX_CHOICES = 1024
 _MAX_LEVELS = 64  # of a JSON schema
 
 # JSON on one line, as json.dumps writes it: small models could otherwise fill any answer with white space.
-_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def from_schema(schema: Any, field: str) -> str:
@@ -35,7 +35,7 @@ def from_schema(schema: Any, field: str) -> str:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{field}: a JSON schema is an object", field=field)
     _check_levels(schema, field)
-    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_STYLE)
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_STYLE)
 
 
 def any_object() -> str:
