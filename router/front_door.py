@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..proto.errors import BatonError
 from .core import Core
@@ -11,7 +11,7 @@ from .live import Answer
 from .params import RequestLimits, RouterParams
 from .requests import ClientRequest, Prepared
 from .text_service import TextService
-from .validate import check_parameters, check_size, prepare
+from .validate import check_ids, check_parameters, check_size, prepare
 
 
 class FrontDoor:
@@ -55,16 +55,28 @@ class FrontDoor:
         """Counts a request that was not taken."""
         self.core.metrics.rejections.inc(error.code)
 
+    async def tokenize(self, request: ClientRequest) -> list[int]:
+        """The ids of a prompt or a chat, whatever their number. Raises InvalidRequest, Exhausted, Unavailable."""
+        check_size(request, self.params.limits, self.core.facts().context)
+        return await self._ids(request)
+
+    async def detokenize(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """The text of `ids`. Raises InvalidRequest, Exhausted, Unavailable."""
+        check_ids("token_ids", ids, self.core.facts())
+        return await self.text.decode(ids, skip_special=skip_special)
+
+    async def _ids(self, request: ClientRequest) -> list[int]:
+        if request.token_ids is not None:
+            return list(request.token_ids)
+        if request.prompt is not None:
+            return await self.text.encode(request.prompt)
+        return await self.text.render(request.messages or ())
+
     async def _prepare(self, request: ClientRequest) -> Prepared:
         limits, facts = self.params.limits, self.core.facts()
         check_size(request, limits, facts.context)
         check_parameters(request, limits)
-        if request.token_ids is not None:
-            ids = list(request.token_ids)
-        elif request.prompt is not None:
-            ids = await self.text.encode(request.prompt)
-        else:
-            ids = await self.text.render(request.messages or ())
+        ids = await self._ids(request)
         seed = self._rng.getrandbits(63)
         eos = self.text.tokenizer.eos_token_ids
         return prepare(request, ids, limits, facts, eos, seed=seed, deadline_s=self.params.request_deadline_s)

@@ -25,7 +25,7 @@ class Live:
         self.life = RequestLife(len(request.prompt_ids), sampling.n, sampling.max_tokens, attempts)
         self.output = RequestOutput(tokenizer, request)
         self.record = Record(now, len(request.prompt_ids), sampling.n)
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(request.stream_interval)
         self.sampling = sampling.to_wire()
         self.deadline = now + request.deadline_s
         self.timer: asyncio.TimerHandle | None = None

@@ -11,9 +11,13 @@ from .requests import Chunk, Output
 
 
 class Mailbox:
-    """Never drops: what a slow reader has not taken is merged into fewer, larger chunks."""
+    """Never drops: what a slow reader has not taken is merged into fewer, larger chunks.
 
-    def __init__(self) -> None:
+    interval: tokens of a choice that wake the reader; its first ones, and its end, do so at once.
+    """
+
+    def __init__(self, interval: int = 1) -> None:
+        self._interval = interval
         self._items: list[Output] = []
         self._wake = asyncio.Event()
         self._closed = False
@@ -22,9 +26,12 @@ class Mailbox:
     def put(self, item: Output) -> None:
         """Adds an item for the reader."""
         last = self._last_chunk(item)
-        if last is None or not isinstance(item, Chunk) or not merge(last, item):
+        if last is not None and isinstance(item, Chunk) and merge(last, item):
+            item = last
+        else:
             self._items.append(item)
-        self._wake.set()
+        if not isinstance(item, Chunk) or item.offset == 0 or len(item.token_ids) >= self._interval:
+            self._wake.set()
 
     def close(self, error: BatonError | None) -> None:
         """Ends the answer: the reader gets what is left and then the end, or the error."""

@@ -39,6 +39,7 @@ class ClientRequest:
     cache_salt: str = ""
     session: str = ""
     priority: int | None = None
+    stream_interval: int | None = None
     deadline_s: float | None = None  # time that the client gives it
 
 
@@ -55,6 +56,7 @@ class Prepared:
     priority: int  # lower goes first
     session: str  # requests of one conversation or user, for placement; "": of none
     deadline_s: float
+    stream_interval: int  # tokens of a choice that are handed on together, its first one aside
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from ..proto.errors import Exhausted
 from ..text.chat_template import ChatTemplate
 from ..text.source import resolve
 from ..text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 _THREADS = 2
 _RETRY_AFTER_S = 1.0
@@ -40,9 +42,13 @@ class TextService:
         """Ids of a chat through the model's template. Raises InvalidRequest, Exhausted."""
         return await self._in_thread(lambda: self._template.render_ids(messages))
 
-    async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
+    async def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """The text of ids. Raises Exhausted."""
+        return await self._in_thread(lambda: self.tokenizer.decode(ids, skip_special))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         if self._waiting >= self._max_waiting:
-            raise Exhausted("too many prompts wait to be tokenised", retry_after_s=_RETRY_AFTER_S)
+            raise Exhausted("too many texts wait for the tokenizer", retry_after_s=_RETRY_AFTER_S)
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -22,6 +22,7 @@ MAX_BIAS = 100.0
 MAX_SEED = (1 << 64) - 1
 MAX_INT32 = (1 << 31) - 1
 MAX_PRIORITY = 1000
+MAX_STREAM_INTERVAL = 1024
 MAX_LABEL_CHARS = 256  # of request_id, cache_salt and session_id
 
 
@@ -146,6 +147,11 @@ def _bias(request: ClientRequest, limits: RequestLimits, vocab_size: int) -> dic
     return {i: _number("logit_bias", bias, 0.0, -MAX_BIAS, MAX_BIAS) for i, bias in request.logit_bias.items()}
 
 
+def check_ids(field: str, ids: Sequence[int], facts: ModelFacts) -> None:
+    """Raises InvalidRequest for an id outside the vocabulary."""
+    _ids(field, ids, facts.vocab_size)
+
+
 def _check_labels(request: ClientRequest) -> None:
     labels = (("request_id", request.label), ("cache_salt", request.cache_salt), ("session_id", request.session))
     for field, value in labels:
@@ -213,4 +219,5 @@ def prepare(
         session=request.session,
         priority=_integer("priority", request.priority, 0, -MAX_PRIORITY, MAX_PRIORITY),
         deadline_s=given,
+        stream_interval=_integer("stream_interval", request.stream_interval, 1, 1, MAX_STREAM_INTERVAL),
     )
