@@ -164,6 +164,8 @@ class LimitsSection(Section):
     prompts: Count = 64
     messages: Count = 1024
     prompt_size: Bytes = 2 * 2**20
+    grammar_size: Bytes = 64 * 2**10  # of a schema, pattern or grammar that an answer must follow
+    tools: Count = 128  # of one chat
     body_size: Bytes = 4 * 2**20  # JSON of more holds up every stream while it is parsed
 
 

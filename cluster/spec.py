@@ -246,6 +246,8 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
             prompts=limits.prompts,
             messages=limits.messages,
             prompt_bytes=limits.prompt_size,
+            grammar_bytes=limits.grammar_size,
+            tools=limits.tools,
             body_bytes=limits.body_size,
         ),
     )

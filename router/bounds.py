@@ -38,7 +38,7 @@ def check_message(request: api.GenerateRequest, limits: RequestLimits, context: 
     _check_count("token_ids", len(request.token_ids.ids), context)
     _check_count("messages", len(request.messages.messages), limits.messages)
     for field, most in _counted(limits).items():
-        if field != "messages":
+        if field not in ("messages", "tools"):
             _check_count(field, len(getattr(request, field)), most)
 
 
@@ -48,6 +48,7 @@ def _counted(limits: RequestLimits) -> dict[str, int]:
         "stop": limits.stops,
         "stop_token_ids": limits.stop_token_ids,
         "logit_bias": limits.logit_bias,
+        "tools": limits.tools,
     }
 
 

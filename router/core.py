@@ -149,6 +149,8 @@ class Core:
         """A worker said something about a leg; what concerns requests that are over is late news."""
         if event.HasField("prefixes"):
             self.lives.dispatcher.prefixes_changed(peer, event.prefixes)
+        if event.HasField("prompt_scores") and (live := self.lives.get(event.prompt_scores.leg.request_id)):
+            live.scored(event.prompt_scores)
         for request_id, life_event in translate(peer, event):
             live = self.lives.get(request_id)
             if live is None:

@@ -69,14 +69,17 @@ class FrontDoor:
         if request.token_ids is not None:
             return list(request.token_ids)
         if request.prompt is not None:
-            return await self.text.encode(request.prompt)
-        return await self.text.render(request.messages or ())
+            return await self.text.encode(request.prompt, request.bos)
+        return await self.text.render(request.messages or (), request.tools)
 
     async def _prepare(self, request: ClientRequest) -> Prepared:
         limits, facts = self.params.limits, self.core.facts()
         check_size(request, limits, facts.context)
         check_parameters(request, limits)
+        wanted = request.constraint
+        grammar = await self.text.compile(wanted, limits.grammar_bytes) if wanted else ""
         ids = await self._ids(request)
         seed = self._rng.getrandbits(63)
         eos = self.text.tokenizer.eos_token_ids
-        return prepare(request, ids, limits, facts, eos, seed=seed, deadline_s=self.params.request_deadline_s)
+        deadline_s = self.params.request_deadline_s
+        return prepare(request, ids, limits, facts, eos, grammar=grammar, seed=seed, deadline_s=deadline_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import socket
 import time
@@ -24,8 +25,10 @@ from .bounds import check_body
 from .errors import AddressTaken, BodyTooLarge, NoSuchPath, WrongMethod
 from .front_door import FrontDoor
 from .http_generation import Generation, error_response
-from .openai_answer import ChatFormat, CompletionFormat, Wanted
+from .openai_answer import Wanted
 from .openai_schema import ChatRequest, CompletionRequest, parse
+from .openai_shapes import ChatFormat, CompletionFormat
+from .requests import ClientRequest
 
 _BODY_S = 30.0  # for a whole body to arrive
 _STOP_S = 2  # for responses that are being written when the server stops
@@ -196,16 +199,19 @@ class _Routes:
         """See OpenAI's /v1/completions."""
         body = await self._parse(CompletionRequest, request)
         clients = self._checked(lambda: body.clients(_label(request), self._door.params.limits.prompts))
-        wanted = Wanted(
-            clients[0].n or 1, bool(body.return_token_ids), clients[0].logprobs is not None, body.include_usage
-        )
+        wanted = dataclasses.replace(_wanted(body, clients[0]), echo=bool(body.echo), scores_only=body.scores_only)
         return Generation(self._door, clients, CompletionFormat(), wanted, stream=bool(body.stream))
 
     async def chat(self, request: Request) -> Response:
         """See OpenAI's /v1/chat/completions."""
         body = await self._parse(ChatRequest, request)
         client = self._checked(lambda: body.client(_label(request)))
-        wanted = Wanted(client.n or 1, bool(body.return_token_ids), client.logprobs is not None, body.include_usage)
+        style = self._door.text.tool_style
+        if client.tools and style is None:
+            error = InvalidRequest("tools: this model's chat template takes no tools", field="tools")
+            self._door.refused(error)
+            raise error
+        wanted = dataclasses.replace(_wanted(body, client), tool_style=style if client.tools else None)
         return Generation(self._door, [client], ChatFormat(), wanted, stream=bool(body.stream))
 
     def _checked(self, work: Callable[[], T]) -> T:
@@ -245,6 +251,18 @@ class _Routes:
         except ClientDisconnect:
             raise Cancelled("the client left while it sent the body") from None
         return bytes(body)
+
+
+def _wanted(body: CompletionRequest | ChatRequest, client: ClientRequest) -> Wanted:
+    """What both endpoints show alike."""
+    return Wanted(
+        n=client.n or 1,
+        token_ids=bool(body.return_token_ids),
+        logprobs=client.logprobs is not None,
+        usage=body.include_usage,
+        usage_in_each=body.usage_in_each,
+        prompt_logprobs=body.prompt_logprobs is not None,
+    )
 
 
 def _from_here(request: Request) -> bool:

@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 from ..proto.errors import BatonError
 from .front_door import FrontDoor
 from .live import Answer
-from .openai_answer import DONE, AnswerBuilder, Format, Wanted, error_body, event
+from .openai_answer import AnswerBuilder, Echo, Wanted
+from .openai_shapes import DONE, Format, error_body, event
 from .requests import ClientRequest, Output
 
 _MERGED_PARTS = 64  # parts of several prompts' answers that may wait for a slow reader
@@ -66,20 +67,43 @@ class Generation(Response):
                 self._door.text.tokenizer,
                 self._wanted,
             )
-            parts = merged([answer.outputs() for answer in answers])
+            parts = self._echoing(builder, answers)
             if self._stream:
                 await self._send_events(builder, parts, answers[0].request_id, send)
                 return
             async for prompt, outputs in parts:
                 for output in outputs:
                     builder.add(prompt, output)
-            response: Response = JSONResponse(builder.whole(), headers={"x-request-id": answers[0].request_id})
-            await response(scope, receive, send)
+            await self._send_whole(builder, answers[0].request_id, scope, receive, send)
         except BatonError as error:
             await error_response(error)(scope, receive, send)
         finally:
             for answer in answers:
                 answer.cancel()
+
+    async def _echoing(self, builder: AnswerBuilder, answers: list[Answer]) -> AsyncIterator[tuple[int, list[Output]]]:
+        """The parts of all answers; what is repeated of a prompt is with the builder before the first part."""
+        wanted = self._wanted
+        repeats = wanted.echo or wanted.prompt_logprobs or wanted.usage_in_each
+        async for prompt, outputs in merged([answer.outputs() for answer in answers]):
+            if repeats and prompt not in builder.echoes:
+                answer, text = answers[prompt], self._clients[prompt].prompt
+                if wanted.echo and text is None:
+                    text = await self._door.text.decode(answer.prompt_ids, skip_special=False)
+                scored = wanted.prompt_logprobs or (wanted.echo and wanted.logprobs)
+                builder.echoes[prompt] = Echo(text or "", answer.prompt_ids, answer.prompt_scores() if scored else None)
+            yield prompt, outputs
+
+    async def _send_whole(
+        self, builder: AnswerBuilder, request_id: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Scores of thousands of tokens are put into JSON beside the event loop."""
+
+        def make() -> Response:
+            return JSONResponse(builder.whole(), headers={"x-request-id": request_id})
+
+        heavy = self._wanted.logprobs or self._wanted.prompt_logprobs
+        await (await self._door.text.work(make) if heavy else make())(scope, receive, send)
 
     async def _send_events(
         self, builder: AnswerBuilder, parts: AsyncIterator[tuple[int, list[Output]]], request_id: str, send: Send

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from ..proto import worker_pb2 as pb
-from ..proto.errors import BatonError, Cancelled
+from ..proto.errors import BatonError, Cancelled, Unavailable
 from ..text.tokenizer import Tokenizer
 from .mailbox import Mailbox
 from .output import RequestOutput
 from .record import Record
 from .request_life import RequestLife
-from .requests import Output, Prepared
+from .requests import Output, Prepared, TokenScore, TopToken
 
 
 class Live:
@@ -28,6 +28,7 @@ class Live:
         self.mailbox = Mailbox(request.stream_interval)
         self.sampling = sampling.to_wire()
         self.deadline = now + request.deadline_s
+        self.scores: dict[int, TokenScore] = {}  # of the prompt's tokens, by position
         self.timer: asyncio.TimerHandle | None = None
 
     @property
@@ -35,6 +36,12 @@ class Live:
         """Where its legs are, "mixed" when they differ."""
         states = {leg.state.value for leg in self.life.legs.values()}
         return states.pop() if len(states) == 1 else "mixed"
+
+    def scored(self, news: pb.PromptScores) -> None:
+        """Takes in what the model thinks of a part of the prompt; attempts that begin anew say the same again."""
+        for position, score in enumerate(news.scores, start=news.start):
+            top = tuple(TopToken(t.token_id, t.logprob) for t in score.top)
+            self.scores[position] = TokenScore(score.logprob, top)
 
     def recomputed(self, first: pb.FirstTokens) -> int:
         """Tokens that a prefill has just computed although the request had been prefilled before."""
@@ -51,11 +58,22 @@ class Answer:
         self._live = live
         self._give_up = give_up
         self.request_id = live.request_id
-        self.prompt_tokens = len(live.request.prompt_ids)
+        self.prompt_ids = live.request.prompt_ids
+        self.prompt_tokens = len(self.prompt_ids)
 
     def outputs(self) -> AsyncIterator[list[Output]]:
         """The answer in order; raises the BatonError that ended it. To be read once."""
         return self._live.mailbox.read()
+
+    def prompt_scores(self) -> list[TokenScore | None]:
+        """One for each token of the prompt, the first aside; there with the first output where they were asked for.
+
+        Raises Unavailable when they are not: the worker that had them was lost.
+        """
+        known = self._live.scores
+        if len(known) < self.prompt_tokens - 1:
+            raise Unavailable("the prompt's logprobs were lost with a worker", retry_after_s=0.1)
+        return [known.get(position) for position in range(self.prompt_tokens)]
 
     def cancel(self) -> None:
         """Ends the request on every worker; nothing happens when it is over."""

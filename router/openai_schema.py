@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..proto.errors import InvalidRequest, UnknownModel
+from .constraint import Constraint
+from .openai_constraint import constraint_of, tools_of
+from .openai_neutral import LABELS, NEUTRAL
 from .requests import ClientRequest
+from .validate import MAX_STREAM_INTERVAL
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own, for /v1/completions only
 
-# Fields that have no effect here and are taken at these values only (null always): routers and SDKs add them.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "best_of": (1,),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "functions": ([],),
-    "include_reasoning": (True,),
-    "kv_transfer_params": (),
-    "modalities": (["text"],),
-    "no_stop_trim": (False,),
-    "parallel_tool_calls": (True, False),
-    "priority": (0,),
-    "response_format": ({"type": "text"},),
-    "return_hidden_states": (False,),
-    "separate_reasoning": (True,),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "store": (False,),
-    "stream_reasoning": (True,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-}
 # Fields of several types: what to say instead of one complaint per type.
 _EXPECTED = {
     "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
@@ -45,7 +25,7 @@ _EXPECTED = {
 }
 _SIGNED_64 = 1 << 63
 _MAX_ID_DIGITS = 10
-_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 
 
 class StreamOptions(BaseModel):
@@ -54,6 +34,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # the counts so far in every event
 
 
 class _Request(BaseModel):
@@ -63,7 +44,9 @@ class _Request(BaseModel):
 
     model: str | None = None
     user: str | None = None  # a label
-    session_id: str | None = None  # else user
+    session_id: str | None = None  # else prompt_cache_key, else user
+    prompt_cache_key: str | None = None
+    request_id: str | None = None  # a label
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -85,18 +68,46 @@ class _Request(BaseModel):
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    stream_interval: int | None = None
+    max_completion_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         """Whether the stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def usage_in_each(self) -> bool:
+        """Whether every event has the counts so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def token_limit(self) -> int | None:
+        """max_tokens by either of its names. Raises InvalidRequest when they differ."""
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            message = f"max_tokens: {self.max_tokens} differs from max_completion_tokens {self.max_completion_tokens}"
+            raise InvalidRequest(message, field="max_tokens")
+        return limits.pop() if limits else None
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must be. Raises InvalidRequest."""
+        guided = {name: getattr(self, name) for name in type(self).model_fields if name.startswith("guided_")}
+        return constraint_of(self.response_format, self.structured_outputs, guided)
+
     def common(self, label: str) -> dict[str, Any]:
         """The fields of ClientRequest that both endpoints fill alike. Raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only with stream", field="stream_options")
         return {
-            "label": label or self.user or "",
+            "label": label or self.request_id or self.user or "",
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
@@ -114,7 +125,12 @@ class _Request(BaseModel):
             "include_stop": bool(self.include_stop_str_in_output),
             "cache_salt": self.cache_salt or "",
             "priority": self.priority,
-            "session": self.session_id or self.user or "",
+            "session": self.session_id or self.prompt_cache_key or self.user or "",
+            "prompt_logprobs": self.prompt_logprobs,
+            # Whoever takes the answer whole is woken once.
+            "stream_interval": MAX_STREAM_INTERVAL
+            if self.stream_interval is None and not self.stream
+            else self.stream_interval,
         }
 
 
@@ -123,6 +139,13 @@ class CompletionRequest(_Request):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | bool | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether nothing but the prompt, with its logprobs, is wanted."""
+        return bool(self.echo) and self.token_limit() == 0
 
     def clients(self, label: str, max_prompts: int) -> list[ClientRequest]:
         """One request per prompt. Raises InvalidRequest."""
@@ -133,7 +156,13 @@ class CompletionRequest(_Request):
             raise InvalidRequest("logprobs: must be an integer", field="logprobs")
         common = self.common(label)
         common["logprobs"] = None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
-        common["max_tokens"] = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        limit = self.token_limit()
+        common["max_tokens"] = DEFAULT_COMPLETION_TOKENS if limit is None else 1 if self.scores_only else limit
+        common["constraint"] = self.constraint()
+        if self.echo and common["logprobs"] is not None and self.prompt_logprobs is None:
+            common["prompt_logprobs"] = common["logprobs"]
+        if self.add_special_tokens is False:
+            common["bos"] = False
         return [
             ClientRequest(prompt=prompt, **common)
             if isinstance(prompt, str)
@@ -146,22 +175,30 @@ class ChatRequest(_Request):
     """Body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None  # the template writes them
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def client(self, label: str) -> ClientRequest:
         """The request. Raises InvalidRequest."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs: only with logprobs: true", field="top_logprobs")
-        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
-        if len(limits) > 1:
-            message = f"max_tokens: {self.max_tokens} differs from max_completion_tokens {self.max_completion_tokens}"
-            raise InvalidRequest(message, field="max_tokens")
+        tools, forced = tools_of(self.tools, self.tool_choice, several=self.parallel_tool_calls is not False)
+        constraint = self.constraint()
+        if forced is not None and constraint is not None:
+            raise InvalidRequest(
+                f"{constraint.field}: not with a tool_choice that asks for calls", field=constraint.field
+            )
         return ClientRequest(
             messages=[_message(index, message) for index, message in enumerate(self.messages)],
             input_field="messages",
-            max_tokens=limits.pop() if limits else None,
+            tools=tools,
+            constraint=forced or constraint,
+            max_tokens=self.token_limit(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_field="top_logprobs",
             **self.common(label),
@@ -177,6 +214,8 @@ def parse(kind: type[Body], data: Any, served: str) -> Body:
         raise InvalidRequest("the body must be a JSON object")
     kept = {}
     for name, value in data.items():
+        if name in LABELS:
+            continue
         if name not in NEUTRAL:
             kept[name] = value
         elif value is not None and value not in NEUTRAL[name]:
@@ -223,7 +262,9 @@ def _seed(given: int | None) -> int | None:
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    only = {"tool_calls": "assistant", "tool_call_id": "tool"}  # in messages of this role
     for name, value in message.items():
-        if name not in _MESSAGE_FIELDS and value not in (None, [], ""):
+        known = name in _MESSAGE_FIELDS and only.get(name) in (None, message.get("role"))
+        if not known and value not in (None, [], ""):
             raise InvalidRequest(f"messages[{index}].{name}: not supported", field="messages")
     return {name: value for name, value in message.items() if name in _MESSAGE_FIELDS}

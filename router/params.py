@@ -18,6 +18,8 @@ class RequestLimits:
     prompts: int  # prompts of one HTTP completion call
     messages: int  # of one chat
     prompt_bytes: int  # UTF-8 bytes of the input text, before it is tokenised
+    grammar_bytes: int  # of one schema, pattern or grammar
+    tools: int  # of one chat
     body_bytes: int  # of one HTTP body or gRPC message
 
 

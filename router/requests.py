@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..proto.sampling import SamplingParams
+from .constraint import Constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,8 @@ class ClientRequest:
     prompt: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()  # for the template of messages
+    bos: bool | None = None  # whether a text prompt begins with BOS; None: as the tokenizer says
     input_field: str = "prompt"  # what the client's protocol calls the input
     logprobs_field: str = "logprobs"  # likewise
     label: str = ""
@@ -36,6 +39,8 @@ class ClientRequest:
     ignore_eos: bool = False
     include_stop: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
     cache_salt: str = ""
     session: str = ""
     priority: int | None = None
@@ -69,7 +74,7 @@ class TopToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """Log probability of the chosen token, and the most likely ones."""
+    """Log probability of a token, chosen or the prompt's, and the most likely ones."""
 
     logprob: float
     top: tuple[TopToken, ...]

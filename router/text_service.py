@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..proto.errors import Exhausted
 from ..text.chat_template import ChatTemplate
+from ..text.grammar import Vocabulary
 from ..text.source import resolve
 from ..text.tokenizer import Tokenizer
+from ..text.tool_calls import ToolStyle
+from .constraint import Constraint, compiled
 
 T = TypeVar("T")
 
@@ -26,6 +30,8 @@ class TextService:
         self._template = template
         self._max_waiting = max_waiting
         self._waiting = 0
+        self._lock = threading.Lock()
+        self._known: Vocabulary | None = None  # made for the first constraint
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
 
     @staticmethod
@@ -34,13 +40,32 @@ class TextService:
         tokenizer = Tokenizer.load(resolve(model_path))
         return TextService(tokenizer, ChatTemplate(tokenizer), max_waiting)
 
-    async def encode(self, prompt: str) -> list[int]:
-        """Ids of a raw prompt: special tokens parsed, BOS where the tokenizer says so. Raises Exhausted."""
-        return await self._in_thread(lambda: self.tokenizer.encode(prompt, special=True, bos=None))
+    async def encode(self, prompt: str, bos: bool | None = None) -> list[int]:
+        """Ids of a raw prompt: special tokens parsed, BOS where `bos` or the tokenizer says so. Raises Exhausted."""
+        return await self._in_thread(lambda: self.tokenizer.encode(prompt, special=True, bos=bos))
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Ids of a chat through the model's template. Raises InvalidRequest, Exhausted."""
-        return await self._in_thread(lambda: self._template.render_ids(messages))
+        return await self._in_thread(lambda: self._template.render_ids(messages, tools))
+
+    @property
+    def tool_style(self) -> ToolStyle | None:
+        """How the model's template asks for calls of tools; None: it does not."""
+        return self._template.tool_style
+
+    async def compile(self, wanted: Constraint, most_bytes: int) -> str:
+        """The grammar of a constraint. Raises InvalidRequest, Exhausted."""
+        return await self._in_thread(lambda: compiled(wanted, self._vocabulary(), self.tool_style, most_bytes))
+
+    def _vocabulary(self) -> Vocabulary:
+        with self._lock:
+            if self._known is None:
+                self._known = Vocabulary(self.tokenizer)
+            return self._known
+
+    async def work(self, make: Callable[[], T]) -> T:
+        """What `make` returns, made beside the event loop. Raises Exhausted."""
+        return await self._in_thread(make)
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """The text of ids. Raises Exhausted."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..proto.errors import InvalidRequest
 from ..proto.sampling import SamplingParams
+from ..text.chat_messages import texts_of
 from .params import RequestLimits
 from .requests import ClientRequest, Prepared
 
@@ -83,6 +84,7 @@ def check_size(request: ClientRequest, limits: RequestLimits, context: int) -> N
         if len(messages) > limits.messages:
             raise _refuse(field, f"at most {limits.messages} messages, got {len(messages)}")
         size = sum(_content_bytes(field, message.get("content")) for message in messages)
+        size += sum(len(text) for text in texts_of([list(request.tools), [m.get("tool_calls") for m in messages]]))
     if size > limits.prompt_bytes:
         raise _refuse(field, f"{size} bytes of text, at most {limits.prompt_bytes} are taken")
 
@@ -164,6 +166,12 @@ def check_parameters(request: ClientRequest, limits: RequestLimits) -> None:
     _integer("max_tokens", request.max_tokens, 1, 1, MAX_INT32)
     _stops(request, limits)
     _check_labels(request)
+    if request.constraint is not None:
+        field = request.constraint.field
+        if request.ignore_eos:
+            raise _refuse("ignore_eos", f"not with {field}: an answer that follows it has an end")
+        if request.min_tokens:
+            raise _refuse("min_tokens", f"not with {field}: an answer that follows it may have to end before")
 
 
 def prepare(
@@ -173,12 +181,14 @@ def prepare(
     facts: ModelFacts,
     eos_token_ids: Collection[int],
     *,
+    grammar: str = "",
     seed: int,
     deadline_s: float,
 ) -> Prepared:
     """The request with every parameter resolved.
 
-    seed: used when the request has none. deadline_s: the service's own limit; the request's may be shorter.
+    grammar: what request.constraint became. seed: used when the request has none. deadline_s: the service's own limit;
+    the request's may be shorter.
     Raises InvalidRequest.
     """
     check_parameters(request, limits)
@@ -189,6 +199,9 @@ def prepare(
     logprobs = request.logprobs
     if logprobs is not None:
         logprobs = _integer(request.logprobs_field, logprobs, 0, 0, limits.logprobs)
+    prompt_logprobs = request.prompt_logprobs
+    if prompt_logprobs is not None:
+        prompt_logprobs = _integer("prompt_logprobs", prompt_logprobs, 0, 0, limits.logprobs)
     sampling = SamplingParams(
         temperature=_number("temperature", request.temperature, 1.0, 0.0, MAX_TEMPERATURE),
         top_k=max(0, top_k),
@@ -206,6 +219,8 @@ def prepare(
         min_tokens=_integer("min_tokens", request.min_tokens, 0, 0, max_tokens),
         stop_token_ids=_stop_ids(request, limits, facts, eos_token_ids),
         logprobs=logprobs,
+        grammar=grammar,
+        prompt_logprobs=prompt_logprobs,
     )
     given = deadline_s if request.deadline_s is None else min(deadline_s, request.deadline_s)
     stops = _stops(request, limits)

@@ -41,6 +41,9 @@ async def events(rig: RouterRig, path: str, **body: Any) -> list[Any]:
     return found
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
 def messages(text: str = "hi") -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
@@ -118,13 +121,17 @@ async def test_prompts_and_choices_are_numbered(rig: RouterRig) -> None:
     assert (await post(rig, TEXT, prompt=[1, 2, 3]))["usage"]["prompt_tokens"] == 3
 
 
-@pytest.mark.parametrize("more", [{}, {"logprobs": 5}, {"logprobs": 1, "stream": True}])
-async def test_st_06_echo_is_not_offered_and_refused_by_name(rig: RouterRig, more: dict[str, Any]) -> None:
-    """Prompt log probabilities do not exist yet; until they do, asking for them never yields shifted ones."""
-    response = await rig.http.post(TEXT, json={"prompt": "x", "echo": True, **more})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "echo"
-    assert rig.cluster["prefill-0"].commands == []
+@pytest.mark.parametrize("stream", [False, True])
+async def test_st_06_echo_without_logprobs_needs_nothing_of_the_workers(rig: RouterRig, stream: bool) -> None:
+    prompt = "Say  it é"
+    if stream:
+        said = await events(rig, TEXT, prompt=prompt, echo=True)
+        texts = [event["choices"][0]["text"] for event in said[:-1]]
+    else:
+        texts = [(await post(rig, TEXT, prompt=prompt, echo=True))["choices"][0]["text"]]
+    assert "".join(texts) == prompt + "hello"
+    ids = await post(rig, TEXT, prompt=[[65, 66], [67]], echo=True, n=2)
+    assert [choice["text"] for choice in ids["choices"]] == ["ABhello", "ABhello", "Chello", "Chello"]
 
 
 async def test_st_05_logprobs(rig: RouterRig) -> None:
@@ -150,7 +157,9 @@ async def test_st_05_logprobs(rig: RouterRig) -> None:
         (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
         (TEXT, {"prompt": "x", "max_tokens": 0, "n": 2, "stream": True}, "max_tokens"),
         (TEXT, {"prompt": "x", "max_tokens": 0, "logprobs": 1}, "max_tokens"),
-        (TEXT, {"prompt": "x", "max_tokens": 0, "echo": True}, "echo"),
+        (TEXT, {"prompt": "x", "echo": True, "logprobs": 21}, "logprobs"),
+        (TEXT, {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
+        (CHAT, {"messages": messages(), "echo": True}, "echo"),
         (CHAT, {"messages": messages(), "max_tokens": 0}, "max_tokens"),
         (CHAT, {"messages": messages(), "max_completion_tokens": 0}, "max_tokens"),
         (CHAT, {"messages": messages(), "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
@@ -161,7 +170,22 @@ async def test_st_05_logprobs(rig: RouterRig) -> None:
         (CHAT, {}, "messages"),
         (CHAT, {"messages": messages(), "top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"messages": messages(), "tools": [{"type": "function"}]}, "tools"),
-        (CHAT, {"messages": messages(), "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": messages(), "response_format": {"type": "xml"}}, "response_format"),
+        (CHAT, {"messages": messages(), "response_format": {"type": "json_schema"}}, "response_format"),
+        (TEXT, {"prompt": "x", "guided_regex": "("}, "guided_regex"),
+        (TEXT, {"prompt": "x", "guided_choice": [1]}, "guided_choice"),
+        (TEXT, {"prompt": "x", "guided_json": {"type": "bogus"}}, "guided_json"),
+        (TEXT, {"prompt": "x", "guided_json": {"const": "x" * 20_000}}, "guided_json"),
+        (TEXT, {"prompt": "x", "guided_grammar": "root ::= missing"}, "guided_grammar"),
+        (TEXT, {"prompt": "x", "structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        (TEXT, {"prompt": "x", "structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
+        (TEXT, {"prompt": "x", "guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        (TEXT, {"prompt": "x", "guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+        (TEXT, {"prompt": "x", "stream_interval": 0}, "stream_interval"),
+        (TEXT, {"prompt": "x", "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        (CHAT, {"messages": messages(), "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": messages(), "tools": [TOOL]}, "tools"),
+        (CHAT, {"messages": messages(), "tools": [TOOL] * 17}, "tools"),
         (TEXT, {"prompt": ""}, "prompt"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": [[]]}, "prompt"),

@@ -44,9 +44,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._now = now
         self._template: jinja2.Template | None = None
-        self.tool_style: ToolStyle | None = (
-            None  # None: no tools, or calls of no kind known here
-        )
+        self.tool_style: ToolStyle | None = None  # None: no tools, or calls of no kind known here
         self._guard = _Guard(tokenizer)
         source = tokenizer.chat_templates.get("default")
         if source is not None:

@@ -41,6 +41,8 @@ LIMITS = RequestLimits(
     prompts=16,
     messages=64,
     prompt_bytes=1 << 20,
+    grammar_bytes=1 << 14,
+    tools=16,
     body_bytes=6 << 20,
 )
 
