@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from baton.engine.guide import Guide
 from baton.engine.proposer import SequenceName, Wanted
 from baton.engine.step import OnLayers, SampledToken, SequenceStep
 from baton.engine.verify import accept
@@ -166,6 +167,10 @@ class _KV:
         self.copy_blocks = store.copy
 
 
+def _no_vocabulary() -> Any:
+    raise Violation("a grammar in a world that has none")
+
+
 class Runner:
     """In place of the engine's: rank 0 of a worker, whose followers do what they were told before each step."""
 
@@ -174,6 +179,7 @@ class Runner:
         self.max_model_len = 10_000
         self.layout = layout
         self.kv = _KV(stores[0])
+        self.guide = Guide(_no_vocabulary)
         self._book = book
         self._stores = stores
         self._crew = crew
