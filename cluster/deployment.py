@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+from ..client.api import Client
 from ..proto.errors import ConfigError
 from ..router.params import RouterParams
 from . import ray_environment, spec
 from .child import Child
-from .client import Client
 from .config import Config
 from .control_service import ControlService
 from .controller import Controller, ControllerSettings

@@ -11,8 +11,9 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from ..client.api import Client
+from ..client.completion import Choice, Completion
 from ..proto.errors import BatonError
-from .client import Choice, Client, Completion
 from .config import Config
 from .deployment import running
 from .membership import Member

@@ -70,6 +70,7 @@ class RequestLine(BaseModel):
     cache_salt: str | None = None
     session_id: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    stream_interval: TokenId | None = None
 
     def to_wire(self) -> api.GenerateRequest:
         """The message."""

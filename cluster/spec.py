@@ -17,7 +17,7 @@ from ..decode_worker.params import DecodeParams
 from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
-from ..router.params import RequestLimits, RouterParams
+from ..router.params import GrpcParams, RequestLimits, RouterParams
 from .config import Config, Percentiles, PoolSection
 from .processes import available_cores, threads_per_rank
 from .reconcile import POOLS, Backoff
@@ -223,6 +223,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         model_path=config.model_path,
         served_name=name,
         grpc_address=router.grpc,
+        grpc=grpc_params(config),
         http_address=router.http,
         membership_address=membership_address,
         prefill_placement=router.placement.prefill,
@@ -235,6 +236,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         request_deadline_s=config.clocks.request,
         attempts=router.attempts,
         max_inflight=router.max_inflight,
+        lame_duck_s=config.clocks.lame_duck,
         stop_grace_s=config.cluster.stop_grace / 2,
         limits=RequestLimits(
             n=limits.n,
@@ -249,7 +251,23 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
             grammar_bytes=limits.grammar_size,
             tools=limits.tools,
             body_bytes=limits.body_size,
+            batch=limits.batch,
+            parallelism=limits.parallelism,
         ),
+    )
+
+
+def grpc_params(config: Config) -> GrpcParams:
+    """How a router's gRPC port treats its clients."""
+    options = config.router.grpc_options
+    return GrpcParams(
+        keepalive_s=options.keepalive,
+        keepalive_timeout_s=options.keepalive_timeout,
+        min_ping_interval_s=options.min_ping_interval,
+        max_connection_age_s=options.max_connection_age,
+        max_streams=options.max_streams,
+        reflection=options.reflection,
+        channelz=options.channelz,
     )
 
 

@@ -43,6 +43,7 @@ class Core:
         self._params = params
         self._tokenizer = tokenizer
         self._facts: ModelFacts | None = None
+        self._leaving = False
         self._stopping = False
         self._drained = DrainRate(time.monotonic())
         self._idle = asyncio.Event()
@@ -65,7 +66,7 @@ class Core:
 
     def not_ready(self) -> str:
         """Why no request can be served now; "" when one can."""
-        if self._stopping:
+        if self._leaving:
             return "stopping"
         prefill, decode = self.sessions.ready("prefill"), self.sessions.ready("decode")
         missing = [role for role, sessions in (("prefill", prefill), ("decode", decode)) if not sessions]
@@ -100,9 +101,13 @@ class Core:
                 self.metrics.cancellations.inc(live.phase)
             self.lives.handle(live, m.GiveUp(error))
 
+    def leave(self) -> None:
+        """Not ready from now on, so that balancers look elsewhere; requests that come nevertheless are served."""
+        self._leaving = True
+
     async def stop(self, grace_s: float) -> None:
         """Takes no more requests, lets live ones finish for `grace_s`, then ends them with an error."""
-        self._stopping = True
+        self._leaving = self._stopping = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from baton.client.api import Client
 from baton.cluster import cli, requests_input
 from baton.cluster.admin import show_status
-from baton.cluster.client import Client
 from baton.cluster.generate import error_text, with_address
 from baton.cluster.membership import Member
 from baton.cluster.requests_input import RequestLine, from_fields, read_lines
@@ -49,6 +49,7 @@ def test_every_field_of_a_line_reaches_the_request() -> None:
             "cache_salt": "s",
             "session_id": "c",
             "priority": -1,
+            "stream_interval": 2,
         },
         "f:1",
     )
