@@ -69,6 +69,8 @@ class PoolSection(Section):
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None  # tokens; None: kv.block_size
     memory: Bytes | None = None  # of the KV pool, per rank; None: kv.memory
     kv_dtype: KVDtype | None = None  # of the KV pool; None: kv.dtype
+    vllm_grpc: Address | None = None  # where the first worker speaks vllm.grpc.engine for a gateway, and the next ones
+    # on the ports above; None: nowhere
 
 
 class PrefillPool(PoolSection):

@@ -48,6 +48,11 @@ def check_messages(messages: Sequence[api.Message], limits: RequestLimits) -> No
     _check_count("messages", len(messages), limits.messages)
 
 
+def check_ids_count(field: str, count: int, context: int) -> None:
+    """A prompt of token ids; `context`: tokens of prompt and output. Raises InvalidRequest."""
+    _check_count(field, count, context)
+
+
 def check_detokenize(request: api.DetokenizeRequest, limits: RequestLimits) -> None:
     """A Detokenize call: as many ids as a text that may be tokenised can have. Raises InvalidRequest."""
     _check_count("token_ids", len(request.token_ids), limits.prompt_bytes)

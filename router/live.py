@@ -22,7 +22,7 @@ class Live:
         sampling = request.sampling
         self.request_id = request_id
         self.request = request
-        self.life = RequestLife(len(request.prompt_ids), sampling.n, sampling.max_tokens, attempts)
+        self.life = RequestLife(len(request.prompt_ids), sampling.n, sampling.max_tokens, attempts, request.prefer)
         self.output = RequestOutput(tokenizer, request)
         self.record = Record(now, len(request.prompt_ids), sampling.n)
         self.mailbox = Mailbox(request.stream_interval)

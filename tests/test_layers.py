@@ -16,6 +16,7 @@ ALLOWED = {
     "engine": {"proto", "kernels", "text"},
     "kv_transfer": {"proto", "kernels"},
     "router": {"proto", "text"},
+    "vllm_engine": {"proto", "text", "router"},
     "prefill_worker": {"engine", "kv_transfer", "text", "proto"},
     "decode_worker": {"engine", "kv_transfer", "text", "proto"},
     "cluster": {
@@ -28,6 +29,7 @@ ALLOWED = {
         "router",
         "prefill_worker",
         "decode_worker",
+        "vllm_engine",
     },
 }
 ONLY_IN = {"ray": "cluster/launcher_ray.py", "triton": "kernels/"}
