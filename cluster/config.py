@@ -183,6 +183,7 @@ class GrpcSection(Section):
     max_streams: Count = 10_000  # calls of one connection at the same time
     reflection: bool = True
     channelz: bool = True
+    open_inference: bool = True  # inference.GRPCInferenceService (KServe v2) beside baton.v1
 
 
 class RouterSection(Section):

@@ -296,6 +296,7 @@ def grpc_params(config: Config) -> GrpcParams:
         max_streams=options.max_streams,
         reflection=options.reflection,
         channelz=options.channelz,
+        open_inference=options.open_inference,
     )
 
 

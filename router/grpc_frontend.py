@@ -1,4 +1,4 @@
-"""The public gRPC port: baton.v1 and, beside it, the standard health, reflection and channelz services."""
+"""The public gRPC port: baton.v1, the Open Inference Protocol, and the standard health, reflection and channelz."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ..proto.baton_pb2_grpc import add_BatonServicer_to_server
+from ..proto.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from . import open_inference
 from .channels import public_options
 from .core import Core
 from .errors import AddressTaken
 from .front_door import FrontDoor
+from .grpc_guard import Guard
 from .grpc_service import BatonService
+from .open_inference import OpenInference
 from .params import GrpcParams
 
 _SERVICE = "baton.v1.Baton"
@@ -38,7 +42,8 @@ class GrpcFrontend:
     @staticmethod
     async def bind(address: str, params: GrpcParams, message_bytes: int) -> GrpcFrontend:
         """Takes the port. message_bytes: the largest message that is taken. Raises AddressTaken."""
-        server = grpc.aio.server(options=public_options(params, message_bytes))
+        guard = Guard(frozenset((_SERVICE, open_inference.SERVICE)))
+        server = grpc.aio.server(interceptors=(guard,), options=public_options(params, message_bytes))
         try:
             port = server.add_insecure_port(address)
         except RuntimeError as error:
@@ -49,13 +54,16 @@ class GrpcFrontend:
     async def start(self, door: FrontDoor) -> None:
         """Begins to serve."""
         add_BatonServicer_to_server(BatonService(door), self._server)
+        if self._params.open_inference:
+            add_GRPCInferenceServiceServicer_to_server(OpenInference(door), self._server)
+            self._services.append(open_inference.SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*self._services, _HEALTH]
         if self._params.channelz:
             channelz.add_channelz_servicer(self._server)
             names.append(_CHANNELZ)
         if self._params.reflection:
-            self._reflect([*names, reflection.SERVICE_NAME, _REFLECTION_V1])
+            self._reflect([*names, reflection.SERVICE_NAME])
         await self._set_health(False)
         await self._server.start()
 

@@ -36,6 +36,7 @@ class GrpcParams:
     max_streams: int  # of one connection
     reflection: bool
     channelz: bool
+    open_inference: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,6 @@ async def test_reflection_knows_every_service_and_message(rig: RouterRig, versio
         "baton.v1.Baton",
         "grpc.health.v1.Health",
         "grpc.channelz.v1.Channelz",
-        f"grpc.reflection.{version}.ServerReflection",
     } <= names
     assert found.file_descriptor_response.file_descriptor_proto
 
@@ -319,7 +318,7 @@ async def test_channelz_sees_the_calls(rig: RouterRig) -> None:
 
 
 async def test_reflection_and_channelz_can_be_switched_off(tmp_path: Path) -> None:
-    closed = GrpcParams(30.0, 10.0, 0.5, None, 100, reflection=False, channelz=False)
+    closed = GrpcParams(30.0, 10.0, 0.5, None, 100, reflection=False, channelz=False, open_inference=False)
     async with router_rig(tmp_path, grpc=closed) as quiet:
         stub = channelz_pb2_grpc.ChannelzStub(quiet.channel)  # type: ignore[no-untyped-call]
         error = await failed(stub.GetServers(channelz_pb2.GetServersRequest()))
@@ -331,7 +330,7 @@ async def test_reflection_and_channelz_can_be_switched_off(tmp_path: Path) -> No
 
 async def test_a_connection_that_is_old_enough_is_made_anew(tmp_path: Path) -> None:
     """max_connection_age: the server asks for it, and the client's next call does not notice."""
-    young = GrpcParams(30.0, 10.0, 0.5, 0.2, 100, reflection=False, channelz=True)
+    young = GrpcParams(30.0, 10.0, 0.5, 0.2, 100, reflection=False, channelz=True, open_inference=False)
     async with router_rig(tmp_path, "prefill-0", "decode-0", grpc=young) as rig:
         stub = channelz_pb2_grpc.ChannelzStub(rig.channel)  # type: ignore[no-untyped-call]
 

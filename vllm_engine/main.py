@@ -18,6 +18,7 @@ from ..router import membership
 from ..router.channels import public_options
 from ..router.core import Core
 from ..router.front_door import FrontDoor
+from ..router.grpc_guard import Guard
 from ..router.sessions import Member
 from ..router.text_service import TextService
 from ..text.source import resolve
@@ -33,7 +34,8 @@ _STOP_S = 0.2
 async def serve(params: VllmParams, listening: Callable[[str], None]) -> None:
     """Serves until it is cancelled; `listening` is told the address. Raises ConfigError when it is taken."""
     async with contextlib.AsyncExitStack() as stack:
-        server = grpc.aio.server(options=public_options(params.router.grpc, params.router.limits.body_bytes))
+        options = public_options(params.router.grpc, params.router.limits.body_bytes)
+        server = grpc.aio.server(interceptors=(Guard(frozenset((SERVICE,))),), options=options)
         stack.push_async_callback(server.stop, _STOP_S)
         try:
             port = server.add_insecure_port(params.address)

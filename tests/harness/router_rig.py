@@ -513,6 +513,7 @@ def router_params(model: Path, membership: str) -> RouterParams:
             max_streams=1000,
             reflection=True,
             channelz=True,
+            open_inference=True,
         ),
         http_address="127.0.0.1:0",
         membership_address=membership,
