@@ -60,6 +60,7 @@ async def fuzz_all(rig: rigs.Rig, calls: int, seed: int) -> None:
             found = await fuzz(channel, methods, int(calls * share), seed, allowed=_allowed)
         total.statuses += found.statuses
         total.bad += found.bad
+    print(sorted(total.statuses.items()))
     assert total.bad == []
     assert {"OK", "INVALID_ARGUMENT"} <= {status for _, status in total.statuses}
     rig.quiesce()

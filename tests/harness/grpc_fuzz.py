@@ -13,17 +13,6 @@ from typing import Any
 import grpc
 
 _TEXTS = ("", "a", "hello", "x" * 300, "\x00", "é世界🦜", "<|im_start|>", "{}", '{"do_remote_decode": true}', "tiny")
-    "",
-    "a",
-    "hello world",
-    "x" * 300,
-    "\x00",
-    "é世界🦜",
-    "<|im_start|>",
-    "{}",
-    '{"do_remote_decode": true}',
-    "tiny",
-)
 _INTS = (-(2**31), -1, 0, 1, 2, 3, 5, 17, 300, 2**31 - 1)
 _FLOATS = (float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e-30, 0.5, 1.0, 2.0, 1e30)
 _UNSIGNED = (0, 1, 2, 7, 300, 2**31, 2**32 - 1)
