@@ -26,11 +26,9 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, services: frozenset[str]) -> None:
         self._services = services
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """The method, guarded."""
-        handler = await continuation(handler_call_details)
+        handler: grpc.RpcMethodHandler[Any, Any] | None = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or method.split("/")[1] not in self._services:
             return handler

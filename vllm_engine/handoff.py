@@ -9,6 +9,7 @@ at most, and a forged one can name no worker that the cluster's membership does 
 from __future__ import annotations
 
 import json
+from typing import TypeGuard
 
 from ..proto.errors import InvalidRequest
 from ..router.life_messages import Peer
@@ -36,12 +37,12 @@ def read(text: str) -> tuple[bool, Peer | None]:
     worker, incarnation = fields.get("remote_engine_id"), fields.get("remote_incarnation")
     if fields.get("do_remote_prefill") is not True or worker is None:
         return False, None
-    if not _is_name(worker) or not _is_name(incarnation):
+    if not (_is_name(worker) and _is_name(incarnation)):
         raise InvalidRequest(f"{FIELD}: remote_engine_id and remote_incarnation are not those of a ticket", field=FIELD)
     return False, Peer(worker, incarnation)
 
 
-def _is_name(value: object) -> bool:
+def _is_name(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= _MOST_CHARS
 
 

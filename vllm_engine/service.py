@@ -13,6 +13,7 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
+from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, Cancelled, Unavailable
 from ..router.bounds import check_ids_count
 from ..router.front_door import FrontDoor
@@ -20,7 +21,6 @@ from ..router.grpc_errors import Context, abort
 from ..router.life_messages import Peer
 from ..router.live import Answer
 from ..router.requests import ChoiceEnd, Chunk
-from ..router.sessions import Session
 from ..text.source import ModelSource
 from . import facts, handoff
 from .messages import Answers, client_request
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 20  # of the tokenizer's archive
 
 
-class VllmEngine(VllmEngineServicer):
+class VllmEngine(VllmEngineServicer):  # type: ignore[misc]
     """Serves through a router of its own, whose view of this worker's pool is this worker alone."""
 
     def __init__(self, params: VllmParams, door: FrontDoor, source: ModelSource) -> None:
@@ -100,11 +100,12 @@ class VllmEngine(VllmEngineServicer):
         ready = self._door.core.sessions.ready(self._params.role)
         return any(session.member.peer == self._me for session in ready)
 
-    def _session(self) -> Session:
+    def _reported(self) -> tuple[pb.Welcome, pb.Load]:
+        """What the worker last said of itself. Raises Unavailable."""
         session = self._door.core.sessions.get(self._me)
         if session is None or session.welcome is None:
             raise Unavailable("starting: the worker is not ready yet", retry_after_s=1.0)
-        return session
+        return session.welcome, session.load
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
         """What gateways poll."""
@@ -123,7 +124,7 @@ class VllmEngine(VllmEngineServicer):
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
         """The worker and its hand-off dialect."""
         try:
-            welcome = self._session().welcome
+            welcome, _ = self._reported()
         except BatonError as error:
             await abort(context, error)
         active = sum(len(answers) for answers in self._running.values())
@@ -132,10 +133,10 @@ class VllmEngine(VllmEngineServicer):
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         """The worker's load, whoever caused it."""
         try:
-            session = self._session()
+            welcome, load = self._reported()
         except BatonError as error:
             await abort(context, error)
-        return facts.load(self._params, session.welcome, session.load, self._rate.per_s(time.monotonic()))
+        return facts.load(self._params, welcome, load, self._rate.per_s(time.monotonic()))
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Context) -> None:
         """The tokenizer's files as a zip in pieces, so that a gateway needs no model hub."""
