@@ -16,15 +16,16 @@ _TEXTS = ("", "a", "hello", "x" * 300, "\x00", "é世界🦜", "<|im_start|>", "
 _INTS = (-(2**31), -1, 0, 1, 2, 3, 5, 17, 300, 2**31 - 1)
 _FLOATS = (float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e-30, 0.5, 1.0, 2.0, 1e30)
 _UNSIGNED = (0, 1, 2, 7, 300, 2**31, 2**32 - 1)
+_OWN_FAILURE = "Internal error from Core"  # the client library's own, when it writes to a call that is over already
 _GOOD = {"max_tokens": 3, "n": 1, "model_name": "tiny", "stream_interval": 1, "parallelism": 2}
 
 
 @dataclass(frozen=True)
 class Method:
-    """One RPC. streaming: (requests, responses)."""
+    """One RPC. good: a request that is served. streaming: (requests, responses)."""
 
     path: str
-    message: Any  # class of the request
+    good: Any
     streaming: tuple[bool, bool] = (False, True)
 
 
@@ -36,10 +37,20 @@ class Outcome:
     bad: list[str] = field(default_factory=list)
 
 
-def fill(message: Any, rng: random.Random, depth: int = 0) -> Any:
-    """Sets some of the fields at random; a few of them to what is right, so that some calls get far."""
-    for known in message.DESCRIPTOR.fields:
-        if rng.random() > (0.35 if depth else 0.5):
+def _request(good: Any, rng: random.Random) -> Any:
+    """The good one with a few fields damaged, or one that is filled at random."""
+    message = type(good)()
+    if rng.random() < 0.4:
+        return fill(message, rng, list(message.DESCRIPTOR.fields), 0.5)
+    message.CopyFrom(good)
+    fields = list(message.DESCRIPTOR.fields)
+    return fill(message, rng, rng.sample(fields, min(len(fields), rng.choice((0, 0, 1, 2, 3)))), 1.0)
+
+
+def fill(message: Any, rng: random.Random, fields: Sequence[Any], share: float, depth: int = 0) -> Any:
+    """Sets a share of the fields at random; a few of them to what is right, so that some calls get far."""
+    for known in fields:
+        if rng.random() > share:
             continue
         if known.name in _GOOD and rng.random() < 0.7:
             setattr(message, known.name, _GOOD[known.name])
@@ -50,7 +61,7 @@ def fill(message: Any, rng: random.Random, depth: int = 0) -> Any:
                 child = getattr(message, known.name).add() if known.is_repeated else getattr(message, known.name)
                 child.SetInParent()
                 if depth < 4:
-                    fill(child, rng, depth + 1)
+                    fill(child, rng, child.DESCRIPTOR.fields, 0.35, depth + 1)
         elif known.is_repeated:
             many = rng.choice((0, 1, 2, 20, 200))
             getattr(message, known.name).extend(_scalar(known, rng) for _ in range(many))
@@ -63,7 +74,8 @@ def _fill_map(target: Any, known: Any, rng: random.Random) -> None:
     key, value = (known.message_type.fields_by_name[name] for name in ("key", "value"))
     for _ in range(rng.choice((1, 3, 40))):
         if value.message_type is not None:
-            fill(target[_scalar(key, rng)], rng, 3)
+            child = target[_scalar(key, rng)]
+            fill(child, rng, child.DESCRIPTOR.fields, 0.35, 3)
         else:
             target[_scalar(key, rng)] = _scalar(value, rng)
 
@@ -136,14 +148,20 @@ async def _call(channel: grpc.aio.Channel, method: Method, rng: random.Random) -
                     call.cancel()
                     return "LEFT", ""
     except grpc.aio.AioRpcError as error:
-        return error.code().name, error.details() or ""
+        said = error.details() or ""
+        return "CLIENT" if said == _OWN_FAILURE else error.code().name, said
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return "CLIENT", "cancelled by the library"
     finally:
         call.cancel()
     return "OK", ""
 
 
 def _bytes(method: Method, rng: random.Random) -> bytes:
-    data: bytes = fill(method.message(), rng).SerializeToString()
+    data: bytes = _request(method.good, rng).SerializeToString()
     dice = rng.random()
     if dice < 0.05:
         return rng.randbytes(rng.randrange(64))
