@@ -33,7 +33,10 @@ def request(
     messages: Iterable[Mapping[str, str]] | None = None,
     **parameters: Any,
 ) -> api.GenerateRequest:
-    """A GenerateRequest; messages are {"role", "content"}, `parameters` its other fields. Raises ValueError."""
+    """A GenerateRequest; messages are {"role", "content"}, `parameters` its other fields (one_of: texts). Raises
+    ValueError."""
+    if "one_of" in parameters:
+        parameters["one_of"] = api.Choices(texts=parameters["one_of"])
     made = api.GenerateRequest(**parameters)
     if sum(given is not None for given in (prompt, token_ids, messages)) > 1:
         raise ValueError("give one of prompt, token_ids and messages")

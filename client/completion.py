@@ -28,6 +28,7 @@ class Completion:
     prompt_tokens: int = 0
     usage: api.Usage | None = None
     timing: api.Timing | None = None
+    prompt_logprobs: list[api.TokenLogprobs] = field(default_factory=list)  # of its tokens but the first
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # (when, tokens) of each message that had tokens
     ended_s: float = 0.0
 
@@ -37,6 +38,8 @@ class Completion:
         self.ended_s = now
         if kind == "accepted":
             self.request_id, self.prompt_tokens = event.accepted.request_id, event.accepted.prompt_tokens
+        elif kind == "prompt":
+            self.prompt_logprobs = list(event.prompt.logprobs)
         elif kind == "tokens":
             choice = self._choice(event.tokens.choice)
             choice.token_ids += event.tokens.token_ids

@@ -84,6 +84,4 @@ class FrontDoor:
         seed = self._rng.getrandbits(63)
         eos = self.text.tokenizer.eos_token_ids
         limit_s = self.params.request_deadline_s
-        return prepare(
-            request, ids, limits, facts, eos, grammar=grammar, seed=seed, deadline_s=limit_s, prefer=prefer
-        )
+        return prepare(request, ids, limits, facts, eos, grammar=grammar, seed=seed, deadline_s=limit_s, prefer=prefer)

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..proto import baton_pb2 as api
 from ..proto.errors import InvalidRequest
+from .constraint import Constraint
 from .live import Answer
-from .requests import ChoiceEnd, Chunk, ClientRequest, Output, Timing, Usage
+from .requests import ChoiceEnd, Chunk, ClientRequest, Output, Timing, TokenScore, Usage
 
 
 def client_request(request: api.GenerateRequest, metadata: Mapping[str, str], left_s: float | None) -> ClientRequest:
@@ -46,6 +47,8 @@ def client_request(request: api.GenerateRequest, metadata: Mapping[str, str], le
         session=request.session_id,
         priority=given("priority"),
         stream_interval=given("stream_interval"),
+        prompt_logprobs=given("prompt_logprobs"),
+        constraint=_constraint(request),
         deadline_s=left_s,
     )
 
@@ -58,6 +61,23 @@ def chat_request(request: api.ChatRequest, metadata: Mapping[str, str], left_s: 
     return replace(asked, messages=messages_of(request.messages), input_field="messages")
 
 
+def _constraint(request: api.GenerateRequest) -> Constraint | None:
+    field = request.WhichOneof("constraint")
+    match field:
+        case None:
+            return None
+        case "json_object":
+            return Constraint("json", {"type": "object"}, field) if request.json_object else None
+        case "one_of":
+            return Constraint("choice", list(request.one_of.texts), field)
+        case "json_schema":
+            return Constraint("json", request.json_schema, field)
+        case "regex":
+            return Constraint("regex", request.regex, field)
+        case _:
+            return Constraint("grammar", request.grammar, field)
+
+
 def messages_of(messages: Sequence[api.Message]) -> list[dict[str, str]]:
     """As the chat template takes them."""
     return [{"role": message.role, "content": message.content} for message in messages]
@@ -66,18 +86,24 @@ def messages_of(messages: Sequence[api.Message]) -> list[dict[str, str]]:
 async def events(answer: Answer) -> AsyncIterator[api.GenerateResponse]:
     """The messages of one answer. Raises the BatonError that ended it."""
     yield api.GenerateResponse(accepted=api.Accepted(request_id=answer.request_id, prompt_tokens=answer.prompt_tokens))
+    scored = answer.scored
     async for outputs in answer.outputs():
+        if scored:
+            scored = False
+            yield _prompt(answer)
         for output in outputs:
             yield response(output)
+
+
+def _prompt(answer: Answer) -> api.GenerateResponse:
+    scores = [_score(score) for score in answer.prompt_scores() if score is not None]
+    return api.GenerateResponse(prompt=api.PromptLogprobs(logprobs=scores))
 
 
 def response(output: Output) -> api.GenerateResponse:
     """One message of the stream."""
     if isinstance(output, Chunk):
-        scores = [
-            api.TokenLogprobs(logprob=s.logprob, top=[api.TopLogprob(token_id=i, logprob=p) for i, p in _pairs(s.top)])
-            for s in output.scores
-        ]
+        scores = [_score(score) for score in output.scores]
         return api.GenerateResponse(
             tokens=api.TokenChunk(
                 choice=output.choice,
@@ -90,8 +116,9 @@ def response(output: Output) -> api.GenerateResponse:
     return api.GenerateResponse(finished=_finished(output))
 
 
-def _pairs(top: Sequence[Any]) -> list[tuple[int, float]]:
-    return [(alternative.token_id, alternative.logprob) for alternative in top]
+def _score(score: TokenScore) -> api.TokenLogprobs:
+    top = [api.TopLogprob(token_id=one.token_id, logprob=one.logprob) for one in score.top]
+    return api.TokenLogprobs(logprob=score.logprob, top=top)
 
 
 def _finished(end: ChoiceEnd) -> api.Finished:

@@ -60,6 +60,7 @@ class Answer:
         self.request_id = live.request_id
         self.prompt_ids = live.request.prompt_ids
         self.prompt_tokens = len(self.prompt_ids)
+        self.scored = live.request.sampling.prompt_logprobs is not None  # whether prompt_scores were asked for
 
     def outputs(self) -> AsyncIterator[list[Output]]:
         """The answer in order; raises the BatonError that ended it. To be read once."""

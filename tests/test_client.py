@@ -49,6 +49,7 @@ def test_a_request_has_one_input() -> None:
     assert request(token_ids=[1, 2]).token_ids.ids == [1, 2]
     assert request(token_ids=[]).WhichOneof("input") == "token_ids"
     assert request(messages=[{"role": "user", "content": "x"}]).messages.messages[0].content == "x"
+    assert request("x", one_of=["a", "b"]).one_of.texts == ["a", "b"]
     with pytest.raises(ValueError, match="one of"):
         request("x", token_ids=[1])
     with pytest.raises(ValueError):

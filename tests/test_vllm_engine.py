@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import grpc
 import pytest
+from baton.proto import baton_pb2 as api
 from baton.proto.errors import InvalidRequest
 from baton.router.life_messages import Peer
 from baton.router.requests import ChoiceEnd, Chunk
@@ -70,7 +71,6 @@ def test_zero_stands_for_the_neutral_value_where_absence_cannot_be_told() -> Non
         ({"kv_transfer_params": vllm.KvTransferParams(remote_port=1)}, "kv_transfer_params"),
         ({"data_parallel_rank": 1}, "data_parallel_rank"),
         ({"sampling_params": vllm.SamplingParams(structural_tag="{}")}, "sampling_params.structural_tag"),
-        ({"sampling_params": vllm.SamplingParams(prompt_logprobs=1)}, "sampling_params.prompt_logprobs"),
     ],
 )
 def test_what_would_be_ignored_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
@@ -202,6 +202,37 @@ def test_st_05_logprobs_of_every_token_the_first_included(pair: Pair) -> None:
     assert ids == theirs.token_ids
     assert values == pytest.approx([score.logprob for score in theirs.choices[0].logprobs], abs=1e-5)
     assert all(len(top.values) == 2 for piece in pieces for top in piece.top_logprobs)
+
+
+def test_st_06_prompt_logprobs_in_the_first_message(pair: Pair) -> None:
+    messages = list(call(pair.decode, "r8", ticket_of(pair, "r8"), prompt_logprobs=1))
+    (scores,) = [m.chunk.input_logprobs for m in messages if m.HasField("chunk") and m.chunk.HasField("input_logprobs")]
+    assert list(scores.token_ids) == PROMPT
+    assert [value.HasField("value") for value in scores.token_logprobs] == [False] + [True] * (len(PROMPT) - 1)
+    theirs = pair.rig.client.generate(token_ids=PROMPT, temperature=0, max_tokens=1, prompt_logprobs=1)
+    expected = [score.logprob for score in theirs.prompt_logprobs]
+    assert [value.value for value in scores.token_logprobs[1:]] == pytest.approx(expected, abs=1e-5)
+    assert [len(top.values) for top in scores.top_logprobs] == [0] + [1] * (len(PROMPT) - 1)
+
+
+def test_a_constraint_holds_over_the_seam(pair: Pair) -> None:
+    """The first token is drawn by prefill, the others by decode."""
+    answer = vllm.SamplingParams(
+        temperature=1, max_tokens=9, seed=3, choice=vllm.ChoiceConstraint(choices=["yellow", "green"])
+    )
+    request = vllm.GenerateRequest(
+        request_id="r9",
+        tokenized=vllm.TokenizedInput(input_ids=PROMPT),
+        sampling_params=answer,
+        kv_transfer_params_json=ticket_of(pair, "r9"),
+    )
+    (message,) = pair.decode.Generate(request, timeout=30)
+    words = {"yellow", "green"}
+    assert pair.rig.client.detokenize(message.complete.output_ids) in words
+    assert (
+        pair.rig.client.generate(prompt="x", one_of=api.Choices(texts=["yellow", "green"]), max_tokens=9, seed=1).text
+        in words
+    )
 
 
 def test_abort_ends_the_stream_and_frees_the_blocks(pair: Pair) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from ..proto.errors import InvalidRequest
+from ..router.constraint import Constraint
 from ..router.requests import ChoiceEnd, Chunk, ClientRequest, TokenScore
 
 _REFUSED = ("mm_inputs", "media_refs", "kv_transfer_params")  # what they ask for is not done here
@@ -47,8 +48,28 @@ def client_request(request: vllm.GenerateRequest, left_s: float | None, *, prefi
         ignore_eos=asked.ignore_eos,
         include_stop=asked.include_stop_str_in_output,
         logprobs=asked.logprobs if asked.HasField("logprobs") else None,
+        prompt_logprobs=asked.prompt_logprobs if asked.HasField("prompt_logprobs") and not prefill_only else None,
+        constraint=None if prefill_only else _constraint(asked),
         deadline_s=left_s,
     )
+
+
+def _constraint(asked: vllm.SamplingParams) -> Constraint | None:
+    name = asked.WhichOneof("constraint")
+    field = f"sampling_params.{name}"
+    match name:
+        case "json_schema":
+            return Constraint("json", asked.json_schema, field)
+        case "json_object":
+            return Constraint("json", {"type": "object"}, field) if asked.json_object else None
+        case "regex":
+            return Constraint("regex", asked.regex, field)
+        case "grammar":
+            return Constraint("grammar", asked.grammar, field)
+        case "choice":
+            return Constraint("choice", list(asked.choice.choices), field)
+        case _:
+            return None
 
 
 def _refuse(request: vllm.GenerateRequest) -> None:
@@ -57,9 +78,7 @@ def _refuse(request: vllm.GenerateRequest) -> None:
     refused = [name for name in _REFUSED if request.HasField(name)]
     refused += ["extra_mm_inputs"] * bool(request.extra_mm_inputs)
     refused += ["data_parallel_rank"] * (request.data_parallel_rank > 0)
-    constraint = asked.WhichOneof("constraint")
-    refused += [f"sampling_params.{constraint}"] * (constraint is not None)
-    refused += ["sampling_params.prompt_logprobs"] * asked.HasField("prompt_logprobs")
+    refused += ["sampling_params.structural_tag"] * asked.HasField("structural_tag")
     if refused:
         raise InvalidRequest(f"{refused[0]}: not supported by this worker", field=refused[0])
 
@@ -80,6 +99,15 @@ class Answers:
         self._prompt_tokens = prompt_tokens
         self._choices = [_Choice() for _ in range(n)]
         self._ticket = ticket
+        self._input: vllm.InputLogProbs | None = None
+
+    def prompt(self, ids: Sequence[int], scores: Sequence[TokenScore | None]) -> None:
+        """The prompt's logprobs; they go into the first message, or into the whole answers."""
+        self._input = vllm.InputLogProbs(
+            token_logprobs=[vllm.InputTokenLogProb(value=score.logprob if score else None) for score in scores],
+            token_ids=ids,
+            top_logprobs=[_top(score) if score else vllm.TopLogProbs() for score in scores],
+        )
 
     def chunk(self, chunk: Chunk) -> vllm.GenerateResponse | None:
         """Tokens of one choice."""
@@ -88,8 +116,10 @@ class Answers:
         choice.scores += chunk.scores
         if not self._stream:
             return None
+        first, self._input = self._input, None
         return vllm.GenerateResponse(
             chunk=vllm.GenerateStreamChunk(
+                input_logprobs=first,
                 token_ids=chunk.token_ids,
                 prompt_tokens=self._prompt_tokens,
                 completion_tokens=len(choice.ids),
@@ -126,6 +156,7 @@ class Answers:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=len(choice.ids),
             output_logprobs=_logprobs(choice.ids, choice.scores),
+            input_logprobs=self._input,
             index=index,
         )
 

@@ -71,7 +71,11 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]
             self._forget(request.request_id, answer)
 
     async def _relay(self, answer: Answer, answers: Answers, context: Context) -> None:
+        scored = answer.scored
         async for outputs in answer.outputs():
+            if scored:
+                scored = False
+                answers.prompt(answer.prompt_ids, answer.prompt_scores())
             for output in outputs:
                 if isinstance(output, Chunk):
                     self._rate.add(len(output.token_ids), time.monotonic())
