@@ -90,14 +90,14 @@ async def events(answer: Answer) -> AsyncIterator[api.GenerateResponse]:
     async for outputs in answer.outputs():
         if scored:
             scored = False
-            yield _prompt(answer)
+            yield _prompt(await answer.awaited_prompt_scores())
         for output in outputs:
             yield response(output)
 
 
-def _prompt(answer: Answer) -> api.GenerateResponse:
-    scores = [_score(score) for score in answer.prompt_scores() if score is not None]
-    return api.GenerateResponse(prompt=api.PromptLogprobs(logprobs=scores))
+def _prompt(scores: Sequence[TokenScore | None]) -> api.GenerateResponse:
+    said = [_score(score) for score in scores if score is not None]
+    return api.GenerateResponse(prompt=api.PromptLogprobs(logprobs=said))
 
 
 def response(output: Output) -> api.GenerateResponse:

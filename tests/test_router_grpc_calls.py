@@ -11,8 +11,9 @@ import grpc
 import pytest
 import pytest_asyncio
 from baton.proto import baton_pb2 as api
+from baton.proto import worker_pb2 as pb
 from baton.router.params import GrpcParams
-from baton.tests.harness.router_rig import CONTEXT, EOS_ID, RouterRig, router_rig
+from baton.tests.harness.router_rig import CONTEXT, EOS_ID, RouterRig, ref_of, router_rig
 from google.rpc import error_details_pb2, status_pb2
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -222,6 +223,27 @@ async def test_stream_interval_is_the_tokens_of_a_message(rig: RouterRig) -> Non
     for wrong in (0, -1, 1025):
         error = await failed(rig.stub.Generate(api.GenerateRequest(prompt="x", stream_interval=wrong)))
         assert details(error)[1]["BadRequest"].field_violations[0].field == "stream_interval"
+
+
+async def test_st_06_prompt_logprobs_that_come_behind_the_answer(rig: RouterRig) -> None:
+    """Decode's messages may overtake prefill's, and end the request, before the prompt's scores are there."""
+    prefill = rig.cluster["prefill-0"]
+
+    async def late(leg: pb.Leg, ticket: bytes) -> None:
+        await rig.cluster["prefill-0"].hand_over(leg, ticket)
+        await asyncio.sleep(0.3)
+        scores = [pb.PromptScore(logprob=-1.0 - at) for at in range(len(leg.prompt_token_ids) - 1)]
+        prefill.emit(prompt_scores=pb.PromptScores(leg=ref_of(leg), start=1, scores=scores))
+
+    prefill.on_prefill = late
+    try:
+        request = api.GenerateRequest(token_ids=api.TokenIds(ids=[1, 2, 3]), max_tokens=3, prompt_logprobs=0)
+        said = [message async for message in rig.stub.Generate(request, timeout=10)]
+    finally:
+        prefill.on_prefill = prefill.prefill
+    kinds = [message.WhichOneof("event") for message in said]
+    assert (kinds[:2], kinds[-1], kinds.count("prompt")) == (["accepted", "prompt"], "finished", 1)
+    assert [score.logprob for score in said[1].prompt.logprobs] == [-1.0, -2.0]
 
 
 # ---- rich errors ---------------------------------------------------------------------------------------------------
