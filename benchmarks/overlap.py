@@ -26,8 +26,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from baton.benchmarks.kv_transfer import alone_s
+from baton.client.api import Client
+from baton.client.completion import Completion
 from baton.cluster import config_load
-from baton.cluster.client import Client, Completion
 from baton.cluster.config import Config
 from baton.cluster.deployment import running
 from baton.cluster.driver import run

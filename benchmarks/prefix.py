@@ -16,8 +16,9 @@ import statistics
 from dataclasses import asdict, dataclass
 
 from baton.benchmarks.overlap import timing
+from baton.client.api import Client
+from baton.client.completion import Completion
 from baton.cluster import config_load
-from baton.cluster.client import Client, Completion
 from baton.cluster.config import Config
 from baton.cluster.deployment import running
 from baton.cluster.driver import run

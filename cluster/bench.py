@@ -14,11 +14,13 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from ..client.api import Client
+from ..client.completion import Completion
+from ..client.retry import Retry
 from ..proto import baton_pb2 as api
 from ..proto.errors import BatonError
 from .bench_plan import Plan
 from .bench_stats import Sample, summarise
-from .client import Client, Completion
 from .config import Config, Lengths, SLOSection, WorkloadSection
 from .deployment import running
 from .model_check import ModelFacts
@@ -141,7 +143,7 @@ async def with_cluster(config: Config, facts: ModelFacts, workload: WorkloadSect
 
 async def with_address(address: str, slo: SLOSection, workload: WorkloadSection, plan: Plan, as_json: bool) -> int:
     """Load a running router. Returns 1 when no measured request was answered."""
-    async with Client(address) as client:
+    async with Client(address, retry=Retry(attempts=1)) as client:
         samples = await run_load(client, workload, plan)
     result = {"load": _load_fields(plan, workload), **summarise(samples, slo_limits(slo))}
     if as_json:

@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
+from ..client.errors import as_error
 from ..proto import baton_pb2 as api
 from ..proto.baton_pb2_grpc import BatonStub
 from .chat import Ended, Message, Pieces, Wanted
-from .client import as_error
 
 
 class RemoteModel:

@@ -69,6 +69,8 @@ class PoolSection(Section):
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None  # tokens; None: kv.block_size
     memory: Bytes | None = None  # of the KV pool, per rank; None: kv.memory
     kv_dtype: KVDtype | None = None  # of the KV pool; None: kv.dtype
+    vllm_grpc: Address | None = None  # where the first worker speaks vllm.grpc.engine for a gateway, and the next ones
+    # on the ports above; None: nowhere
 
 
 class PrefillPool(PoolSection):
@@ -167,6 +169,21 @@ class LimitsSection(Section):
     grammar_size: Bytes = 64 * 2**10  # of a schema, pattern or grammar that an answer must follow
     tools: Count = 128  # of one chat
     body_size: Bytes = 4 * 2**20  # JSON of more holds up every stream while it is parsed
+    batch: Count = 1024  # requests of one GenerateBatch call
+    parallelism: Count = 64  # of these, at the same time
+
+
+class GrpcSection(Section):
+    """The gRPC port that clients connect to."""
+
+    keepalive: Duration = 30.0  # a client that says nothing for so long is pinged
+    keepalive_timeout: Duration = 10.0  # and gone when it does not answer
+    min_ping_interval: Duration = 0.5  # clients may ping that often, with calls and without
+    max_connection_age: Duration | None = None  # then a client is asked to connect anew, for balancers below HTTP/2
+    max_streams: Count = 10_000  # calls of one connection at the same time
+    reflection: bool = True
+    channelz: bool = True
+    open_inference: bool = True  # inference.GRPCInferenceService (KServe v2) beside baton.v1
 
 
 class RouterSection(Section):
@@ -175,6 +192,7 @@ class RouterSection(Section):
     grpc: Address = "127.0.0.1:50051"
     http: Address = "127.0.0.1:8000"
     admin: Address = "127.0.0.1:50052"
+    grpc_options: GrpcSection = GrpcSection()
     placement: PlacementSection = PlacementSection()
     attempts: Count = 3  # placements of one leg that may fail, the first included
     max_inflight: Count = 1024  # requests
@@ -194,6 +212,7 @@ class ClocksSection(Section):
     fetch: Duration = 5.0  # a prefix that a decode worker did not send within this is computed
     link_idle: Duration = 60.0  # an unused link is closed
     request: Duration = 600.0
+    lame_duck: Duration = 0.0  # a router that stops says for so long that it is not ready, and serves still
 
 
 class Percentiles(Section):

@@ -10,6 +10,7 @@ from .config import Config, PoolSection
 from .units import show_bytes, show_cores, show_duration, split_address
 
 _ANY = {"0.0.0.0", "::"}
+_GRPC_CLOCKS = ("keepalive", "keepalive_timeout", "min_ping_interval", "max_connection_age")
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
@@ -142,13 +143,20 @@ def _clocks(config: Config) -> dict[str, str]:
     }
     named["engine.rank_timeout"] = config.engine.rank_timeout
     named["workload.rate"] = config.workload.rate
+    options = config.router.grpc_options
+    named |= {f"router.grpc_options.{key}": getattr(options, key) for key in _GRPC_CLOCKS}
     for key, value in named.items():
-        if value <= 0:
+        if value is not None and value <= 0 and key != "clocks.lame_duck":
             found[key] = "is 0, but must be more than 0"
     if clocks.dead_after <= clocks.heartbeat and "clocks.dead_after" not in found:
         found["clocks.dead_after"] = (
             f"is {show_duration(clocks.dead_after)}, but must be longer than clocks.heartbeat "
             f"({show_duration(clocks.heartbeat)}), or every worker counts as dead"
+        )
+    if clocks.lame_duck > cluster.stop_grace / 2:
+        found["clocks.lame_duck"] = (
+            f"is {show_duration(clocks.lame_duck)}, but must be at most half of cluster.stop_grace "
+            f"({show_duration(cluster.stop_grace)}): the other half is for the answers that run"
         )
     return found
 

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+from ..client.api import Client
 from ..proto.errors import ConfigError
 from ..router.params import RouterParams
 from . import ray_environment, spec
 from .child import Child
-from .client import Client
 from .config import Config
 from .control_service import ControlService
 from .controller import Controller, ControllerSettings
@@ -60,9 +60,9 @@ class Deployment:
             heartbeat_s=config.clocks.heartbeat,
             backoff=spec.backoff(config),
         )
-        builder = spec.SpecBuilder(config)
+        self._specs = spec.SpecBuilder(config, name)
         self.controller: Controller[Any] = Controller(
-            settings, launcher, builder.worker, spec.wanted_workers(config), on_report
+            settings, launcher, self._specs.worker, spec.wanted_workers(config), on_report
         )
         self._control = ControlService(config.router.admin, self.controller, name, self.endpoints)
         self._router: Child | None = None
@@ -73,6 +73,7 @@ class Deployment:
         """Start everything; returns when requests can be served. Raises StartFailed, AddressTaken or ConfigError."""
         admin = await self._control.start()
         self.endpoints["admin"] = admin
+        self._specs.membership_address = admin
         self._router_task = asyncio.create_task(self._keep_router(admin))
         await asyncio.sleep(0)  # let it spawn: the launcher may block this loop for seconds
         await self._launcher.open()

@@ -11,8 +11,10 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from ..client.api import Client
+from ..client.completion import Choice, Completion
+from ..proto import baton_pb2 as api
 from ..proto.errors import BatonError
-from .client import Choice, Client, Completion
 from .config import Config
 from .deployment import running
 from .membership import Member
@@ -122,6 +124,8 @@ def output_line(name: str | int, result: Completion | BatonError) -> dict[str, A
     line: dict[str, Any] = {"id": name, **choices[0]}
     if len(choices) > 1:
         line["choices"] = [{"index": index, **choice} for index, choice in enumerate(choices)]
+    if result.prompt_logprobs:
+        line["prompt_logprobs"] = _scores(result.prompt_logprobs)
     line["usage"] = _fields(result.usage)
     line["timing"] = _fields(result.timing)
     return line
@@ -134,11 +138,15 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "finish_reason": choice.finish_reason,
     }
     if choice.logprobs:
-        fields["logprobs"] = [
-            {"logprob": token.logprob, "top": [{"token_id": t.token_id, "logprob": t.logprob} for t in token.top]}
-            for token in choice.logprobs
-        ]
+        fields["logprobs"] = _scores(choice.logprobs)
     return fields
+
+
+def _scores(scores: Sequence[api.TokenLogprobs]) -> list[dict[str, Any]]:
+    return [
+        {"logprob": token.logprob, "top": [{"token_id": t.token_id, "logprob": t.logprob} for t in token.top]}
+        for token in scores
+    ]
 
 
 def _fields(message: Any) -> dict[str, Any] | None:

@@ -52,6 +52,8 @@ class StartProgress:
                 self._say(f"{worker_id}: {fields['message']}")
         elif kind == "failed" and self._verbose and fields.get("trace"):
             self._say(f"{worker_id}: {fields['trace']}")
+        elif kind == "vllm" and self._verbose:
+            self._say(f"{worker_id}: vllm.grpc.engine at {fields['address']}")
         elif kind == "ready" and self._verbose:
             self._say(f"{worker_id}: loaded")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..proto import failpoints
 from ..proto.errors import ConfigError
+from ..proto.worker_serve import Beside
 from .child import Report
 from .early import quiet_grpc
 from .processes import bind
@@ -40,16 +41,26 @@ def run_rank(spec: WorkerSpec, node_address: str, report: Report, stop: threadin
         from ..prefill_worker import main as prefill
 
         if spec.rank == 0:
-            prefill.run_leader(spec.prefill, tell, stop)
+            prefill.run_leader(spec.prefill, tell, stop, _beside(spec, tell))
         else:
             prefill.run_follower(spec.prefill, spec.rank, spec.leader, stop)
     elif spec.decode is not None:
         from ..decode_worker import main as decode
 
         if spec.rank == 0:
-            decode.run_leader(spec.decode, tell, stop)
+            decode.run_leader(spec.decode, tell, stop, _beside(spec, tell))
         else:
             decode.run_follower(spec.decode, spec.rank, spec.leader, stop)
+
+
+def _beside(spec: WorkerSpec, tell: Report) -> Beside | None:
+    """What the leader serves beside its sessions with routers."""
+    params = spec.vllm
+    if params is None:
+        return None
+    from ..vllm_engine import main as vllm_engine
+
+    return lambda: vllm_engine.serve(params, lambda address: tell("vllm", {"address": address}))
 
 
 def check_visible_devices(visible: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ..client.completion import Completion
 from ..proto import baton_pb2 as api
-from .client import Completion
 from .membership import Member
 from .units import human_bytes
 

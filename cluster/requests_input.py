@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -70,6 +71,13 @@ class RequestLine(BaseModel):
     cache_salt: str | None = None
     session_id: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    stream_interval: TokenId | None = None
+    prompt_logprobs: TokenId | None = None
+    json_schema: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    one_of: list[str] | None = None
 
     def to_wire(self) -> api.GenerateRequest:
         """The message."""
@@ -88,6 +96,11 @@ class RequestLine(BaseModel):
             request.messages.CopyFrom(api.Messages(messages=turns))
         for token, bias in (self.logit_bias or {}).items():
             request.logit_bias[int(token)] = bias
+        if self.json_schema is not None:
+            schema = self.json_schema
+            request.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
+        if self.one_of is not None:
+            request.one_of.texts.extend(self.one_of)
         for name in _OPTIONAL:
             value = getattr(self, name)
             if value is not None:
@@ -95,7 +108,8 @@ class RequestLine(BaseModel):
         return request
 
 
-_PLAIN = {"id", *_INPUTS, "stop", "stop_token_ids", "logit_bias", "cache_salt"}
+_CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "one_of")
+_PLAIN = {"id", *_INPUTS, "json_schema", "one_of", "stop", "stop_token_ids", "logit_bias", "cache_salt"}
 _OPTIONAL = tuple(name for name in RequestLine.model_fields if name not in _PLAIN)
 
 
@@ -115,6 +129,9 @@ def from_fields(fields: dict[str, Any], where: str) -> RequestLine:
     given = [name for name in _INPUTS if getattr(line, name) is not None]
     if len(given) != 1:
         raise ConfigError(f"{where}: give exactly one of {', '.join(_INPUTS)}, not {' and '.join(given) or 'none'}")
+    limits = [name for name in _CONSTRAINTS if getattr(line, name) is not None]
+    if len(limits) > 1:
+        raise ConfigError(f"{where}: {limits[1]}: the answer must follow {limits[0]} already")
     return line
 
 

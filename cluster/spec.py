@@ -17,11 +17,12 @@ from ..decode_worker.params import DecodeParams
 from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
-from ..router.params import RequestLimits, RouterParams
+from ..router.params import GrpcParams, RequestLimits, RouterParams
+from ..vllm_engine.params import VllmParams
 from .config import Config, Percentiles, PoolSection
 from .processes import available_cores, threads_per_rank
 from .reconcile import POOLS, Backoff
-from .units import show_cores
+from .units import show_cores, split_address
 
 NODE = "node"  # the host that every rank replaces by the address of its own node
 
@@ -37,6 +38,7 @@ class WorkerSpec:
     cores: tuple[int, ...]  # that it runs on; none named: on any
     prefill: PrefillParams | None
     decode: DecodeParams | None
+    vllm: VllmParams | None = None  # of leaders that serve a gateway too
 
     @property
     def params(self) -> PrefillParams | DecodeParams:
@@ -170,10 +172,15 @@ def transfer_params(config: Config) -> TransferParams:
 
 
 class SpecBuilder:
-    """Makes the specification of each rank; the ranks of one incarnation share a secret."""
+    """Makes the specification of each rank; the ranks of one incarnation share a secret.
 
-    def __init__(self, config: Config) -> None:
+    name: of the model, as clients call it.
+    """
+
+    def __init__(self, config: Config, name: str = "") -> None:
         self._config = config
+        self._name = name
+        self.membership_address = ""  # of the controller, once it is known
         self._secrets: dict[str, bytes] = {}
 
     def worker(self, worker_id: str, incarnation: str, rank: int, leader: str) -> WorkerSpec:
@@ -195,6 +202,7 @@ class SpecBuilder:
             "dead_after_s": self._config.clocks.dead_after,
         }
         pools, own = self._config.pools, cores(self._config, worker_id, rank)
+        vllm = self._vllm(role, worker_id, incarnation) if rank == 0 else None
         if role == "decode":
             decode = DecodeParams(
                 **shared,
@@ -203,7 +211,7 @@ class SpecBuilder:
                 commit_timeout_s=self._config.clocks.commit,
                 speculation=speculation_params(self._config),
             )
-            return WorkerSpec(role, worker_id, rank, leader, own, None, decode)
+            return WorkerSpec(role, worker_id, rank, leader, own, None, decode, vllm)
         prefill = PrefillParams(
             **shared,
             max_batch_tokens=pools.prefill.max_batch_tokens,
@@ -212,7 +220,27 @@ class SpecBuilder:
             fetch_min_tokens=self._config.kv.fetch_min_tokens,
             fetch_timeout_s=self._config.clocks.fetch,
         )
-        return WorkerSpec(role, worker_id, rank, leader, own, prefill, None)
+        return WorkerSpec(role, worker_id, rank, leader, own, prefill, None, vllm)
+
+    def _vllm(self, role: Literal["prefill", "decode"], worker_id: str, incarnation: str) -> VllmParams | None:
+        """The service for gateways: the first worker of a pool has its address, the next ones the ports above."""
+        config, base = self._config, pool(self._config, role).vllm_grpc
+        if base is None:
+            return None
+        host, port = split_address(base)
+        number = int(worker_id.rpartition("-")[2])
+        router = router_params(config, self._name, self.membership_address)
+        return VllmParams(
+            address=f"{host}:{port + number if port else 0}",
+            key=f"pools.{role}.vllm_grpc",
+            role=role,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            block_size=config.kv.block_size,
+            kv_dtype=config.kv.dtype,
+            model_dtype=config.model.dtype,
+            router=replace(router, router_id=f"{worker_id}-gateway"),
+        )
 
 
 def router_params(config: Config, name: str, membership_address: str) -> RouterParams:
@@ -223,6 +251,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         model_path=config.model_path,
         served_name=name,
         grpc_address=router.grpc,
+        grpc=grpc_params(config),
         http_address=router.http,
         membership_address=membership_address,
         prefill_placement=router.placement.prefill,
@@ -235,6 +264,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         request_deadline_s=config.clocks.request,
         attempts=router.attempts,
         max_inflight=router.max_inflight,
+        lame_duck_s=config.clocks.lame_duck,
         stop_grace_s=config.cluster.stop_grace / 2,
         limits=RequestLimits(
             n=limits.n,
@@ -249,7 +279,24 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
             grammar_bytes=limits.grammar_size,
             tools=limits.tools,
             body_bytes=limits.body_size,
+            batch=limits.batch,
+            parallelism=limits.parallelism,
         ),
+    )
+
+
+def grpc_params(config: Config) -> GrpcParams:
+    """How a router's gRPC port treats its clients."""
+    options = config.router.grpc_options
+    return GrpcParams(
+        keepalive_s=options.keepalive,
+        keepalive_timeout_s=options.keepalive_timeout,
+        min_ping_interval_s=options.min_ping_interval,
+        max_connection_age_s=options.max_connection_age,
+        max_streams=options.max_streams,
+        reflection=options.reflection,
+        channelz=options.channelz,
+        open_inference=options.open_inference,
     )
 
 

@@ -18,7 +18,7 @@ from ..kv_transfer.ends import Ends, News, message_of
 from ..proto import worker_pb2 as pb
 from ..proto.clock import clock_name
 from ..proto.session_server import SessionParams
-from ..proto.worker_serve import Stop, serve_worker
+from ..proto.worker_serve import Beside, Stop, serve_worker
 from .effects import ExpectPrefix, OpenTransfer
 from .legs import PrefillLegs, Rules
 from .params import PrefillParams
@@ -30,8 +30,8 @@ _POLL_S = 0.2
 Report = Callable[[str, dict[str, Any]], None]
 
 
-def run_leader(params: PrefillParams, report: Report, stop: Stop) -> None:
-    """Rank 0, until `stop`. Reports "channel" (several ranks only), "loading" and "ready".
+def run_leader(params: PrefillParams, report: Report, stop: Stop, beside: Beside | None = None) -> None:
+    """Rank 0, until `stop`. Reports "channel" (several ranks only), "loading" and "ready". beside: see serve_worker.
 
     Raises ConfigError for what cannot run, RankLost when a follower is gone, and whatever broke the engine.
     """
@@ -45,7 +45,7 @@ def run_leader(params: PrefillParams, report: Report, stop: Stop) -> None:
             issue = ends.issuer(addresses, params.fetch_timeout_s)
             runner.warm_up()
             engine = PrefillEngine(runner, ends.sender, ends.receiver, channel, issue, _book(params, runner), inbox)
-            _serve(params, runner, engine, channel, inbox, report, stop)
+            _serve(params, runner, engine, channel, inbox, report, stop, beside)
         finally:
             ends.close()
     except RankLost:
@@ -70,9 +70,11 @@ def _serve(
     inbox: queue.SimpleQueue[object],
     report: Report,
     stop: Stop,
+    beside: Beside | None,
 ) -> None:
     clocks = SessionParams(params.heartbeat_s, params.dead_after_s)
-    asyncio.run(serve_worker(engine, inbox, clocks, _welcome(params, runner), params.host, params.port, report, stop))
+    welcome = _welcome(params, runner)
+    asyncio.run(serve_worker(engine, inbox, clocks, welcome, params.host, params.port, report, stop, beside))
     if channel is not None:
         channel.broadcast({"kind": "shutdown"})
 

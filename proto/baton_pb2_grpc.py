@@ -39,6 +39,26 @@ class BatonStub:
                 request_serializer=baton_dot_proto_dot_baton__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_baton__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateBatch = channel.unary_stream(
+                '/baton.v1.Baton/GenerateBatch',
+                request_serializer=baton_dot_proto_dot_baton__pb2.GenerateBatchRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_baton__pb2.GenerateBatchResponse.FromString,
+                _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/baton.v1.Baton/Chat',
+                request_serializer=baton_dot_proto_dot_baton__pb2.ChatRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_baton__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/baton.v1.Baton/Tokenize',
+                request_serializer=baton_dot_proto_dot_baton__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_baton__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/baton.v1.Baton/Detokenize',
+                request_serializer=baton_dot_proto_dot_baton__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_baton__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/baton.v1.Baton/ListModels',
                 request_serializer=baton_dot_proto_dot_baton__pb2.ListModelsRequest.SerializeToString,
@@ -56,6 +76,33 @@ class BatonServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateBatch(self, request, context):
+        """Many requests in, one stream back; each message says which request it is of. One that fails does not end the others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Chat(self, request, context):
+        """Generate, with messages that go through the model's chat template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """What a prompt or a chat is in token ids, without generating.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -69,6 +116,26 @@ def add_BatonServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=baton_dot_proto_dot_baton__pb2.GenerateRequest.FromString,
                     response_serializer=baton_dot_proto_dot_baton__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateBatch,
+                    request_deserializer=baton_dot_proto_dot_baton__pb2.GenerateBatchRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_baton__pb2.GenerateBatchResponse.SerializeToString,
+            ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=baton_dot_proto_dot_baton__pb2.ChatRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_baton__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=baton_dot_proto_dot_baton__pb2.TokenizeRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_baton__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=baton_dot_proto_dot_baton__pb2.DetokenizeRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_baton__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -103,6 +170,114 @@ class Baton:
             '/baton.v1.Baton/Generate',
             baton_dot_proto_dot_baton__pb2.GenerateRequest.SerializeToString,
             baton_dot_proto_dot_baton__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Baton/GenerateBatch',
+            baton_dot_proto_dot_baton__pb2.GenerateBatchRequest.SerializeToString,
+            baton_dot_proto_dot_baton__pb2.GenerateBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Baton/Chat',
+            baton_dot_proto_dot_baton__pb2.ChatRequest.SerializeToString,
+            baton_dot_proto_dot_baton__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Baton/Tokenize',
+            baton_dot_proto_dot_baton__pb2.TokenizeRequest.SerializeToString,
+            baton_dot_proto_dot_baton__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Baton/Detokenize',
+            baton_dot_proto_dot_baton__pb2.DetokenizeRequest.SerializeToString,
+            baton_dot_proto_dot_baton__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

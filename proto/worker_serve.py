@@ -6,7 +6,7 @@ import asyncio
 import os
 import queue
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ _GRACE_S = 0.2  # for what was handed to gRPC to leave
 _LAST_STEP_S = 30.0
 
 
+Beside = Callable[[], Coroutine[Any, Any, object]]
+
+
 class Stop(Protocol):
     """A threading.Event, or anything that answers as one."""
 
@@ -43,10 +46,11 @@ async def serve_worker(
     port: int,
     report: Callable[[str, dict[str, Any]], None],
     stop: Stop,
+    beside: Beside | None = None,
 ) -> None:
-    """Serve until `stop`. Reports "ready" with the address.
+    """Serve until `stop`. Reports "ready" with the address. `beside` runs in the same event loop for as long.
 
-    Raises what broke the engine, and RuntimeError when the port is taken.
+    Raises what broke the engine or ended `beside`, and RuntimeError when the port is taken.
     """
     service = SessionServer(
         sessions,
@@ -62,16 +66,21 @@ async def serve_worker(
     await server.start()
     sys.setswitchinterval(_SWITCH_S)
     loop.start()
+    extra = asyncio.ensure_future(beside() if beside is not None else asyncio.Event().wait())
     try:
         report("ready", {"address": f"{place}:{bound}", "pid": os.getpid()})
-        while not stop.is_set() and not loop.ended.is_set():
+        while not stop.is_set() and not loop.ended.is_set() and not extra.done():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
                     await loop.ended.wait()
         if loop.failure is not None:
             await service.flush(_LAST_WORDS_S)
     finally:
+        extra.cancel()
+        await asyncio.wait([extra])
         await server.stop(0 if loop.failure is None else _GRACE_S)
         await asyncio.to_thread(loop.stop, _LAST_STEP_S)
     if loop.failure is not None:
         raise loop.failure
+    if not extra.cancelled():
+        extra.result()

@@ -6,6 +6,7 @@ router. Counting stops at the limit. What the fields mean is checked afterwards 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..proto import baton_pb2 as api
@@ -40,6 +41,37 @@ def check_message(request: api.GenerateRequest, limits: RequestLimits, context: 
     for field, most in _counted(limits).items():
         if field not in ("messages", "tools"):
             _check_count(field, len(getattr(request, field)), most)
+
+
+def check_messages(messages: Sequence[api.Message], limits: RequestLimits) -> None:
+    """The messages of a Chat or Tokenize call. Raises InvalidRequest."""
+    _check_count("messages", len(messages), limits.messages)
+
+
+def check_ids_count(field: str, count: int, context: int) -> None:
+    """A prompt of token ids; `context`: tokens of prompt and output. Raises InvalidRequest."""
+    _check_count(field, count, context)
+
+
+def check_detokenize(request: api.DetokenizeRequest, limits: RequestLimits) -> None:
+    """A Detokenize call: as many ids as a text that may be tokenised can have. Raises InvalidRequest."""
+    _check_count("token_ids", len(request.token_ids), limits.prompt_bytes)
+
+
+def check_batch(request: api.GenerateBatchRequest, limits: RequestLimits, context: int) -> None:
+    """A GenerateBatch call. Raises InvalidRequest, whose field says which request is to blame."""
+    _check_count("requests", len(request.requests), limits.batch)
+    if request.HasField("parallelism") and not 1 <= request.parallelism <= limits.parallelism:
+        raise InvalidRequest(
+            f"parallelism: must be an integer from 1 to {limits.parallelism}, got {request.parallelism}",
+            field="parallelism",
+        )
+    for index, one in enumerate(request.requests):
+        try:
+            check_message(one, limits, context)
+        except InvalidRequest as error:
+            where = f"requests[{index}].{error.field}"
+            raise InvalidRequest(f"requests[{index}]: {error.message}", field=where) from None
 
 
 def _counted(limits: RequestLimits) -> dict[str, int]:

@@ -3,6 +3,8 @@ seconds only when all three ping settings are set, and the server must permit th
 
 from __future__ import annotations
 
+from .params import GrpcParams
+
 INTERNAL_MESSAGE_BYTES = 64 << 20
 
 # one worker or controller per channel: its reconnect back-off must not be shared with a later channel to that address
@@ -18,6 +20,29 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
     ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
 ]
+
+
+def public_options(params: GrpcParams, message_bytes: int) -> list[tuple[str, int]]:
+    """For the port that clients connect to; message_bytes: the largest message that is taken."""
+    options = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", _ms(params.keepalive_s)),
+        ("grpc.keepalive_timeout_ms", _ms(params.keepalive_timeout_s)),
+        ("grpc.http2.ping_timeout_ms", _ms(params.keepalive_timeout_s)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(params.min_ping_interval_s)),
+        ("grpc.max_concurrent_streams", params.max_streams),
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_send_message_length", -1),  # an answer is as large as its request made it
+        ("grpc.enable_channelz", int(params.channelz)),
+    ]
+    if params.max_connection_age_s is not None:
+        options.append(("grpc.max_connection_age_ms", _ms(params.max_connection_age_s)))
+    return options
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(1000 * seconds))
 
 
 def server_options(message_bytes: int) -> list[tuple[str, int]]:

@@ -21,7 +21,7 @@ from .dispatch import RETRY_AFTER_S, model_of
 from .drain_rate import DrainRate
 from .leg_table import LegState
 from .life_messages import Peer
-from .live import Answer, Live
+from .live import SCORES_S, Answer, Live
 from .lives import Lives
 from .metrics import Metrics, RouterState, WorkerState
 from .moves import Moves
@@ -43,10 +43,12 @@ class Core:
         self._params = params
         self._tokenizer = tokenizer
         self._facts: ModelFacts | None = None
+        self._leaving = False
         self._stopping = False
         self._drained = DrainRate(time.monotonic())
         self._idle = asyncio.Event()
         self._idle.set()
+        self._unscored: dict[str, Live] = {}  # ended ones whose prompt's scores are still to come
         self.metrics = Metrics(params.served_name, self.state)
         self.sessions = SessionPool(params.router_id, params.heartbeat_s, params.dead_after_s, self)
         objectives = Objectives(params.ttft_objective_s, params.tpot_objective_s)
@@ -65,7 +67,7 @@ class Core:
 
     def not_ready(self) -> str:
         """Why no request can be served now; "" when one can."""
-        if self._stopping:
+        if self._leaving:
             return "stopping"
         prefill, decode = self.sessions.ready("prefill"), self.sessions.ready("decode")
         missing = [role for role, sessions in (("prefill", prefill), ("decode", decode)) if not sessions]
@@ -100,9 +102,13 @@ class Core:
                 self.metrics.cancellations.inc(live.phase)
             self.lives.handle(live, m.GiveUp(error))
 
+    def leave(self) -> None:
+        """Not ready from now on, so that balancers look elsewhere; requests that come nevertheless are served."""
+        self._leaving = True
+
     async def stop(self, grace_s: float) -> None:
         """Takes no more requests, lets live ones finish for `grace_s`, then ends them with an error."""
-        self._stopping = True
+        self._leaving = self._stopping = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
@@ -149,8 +155,11 @@ class Core:
         """A worker said something about a leg; what concerns requests that are over is late news."""
         if event.HasField("prefixes"):
             self.lives.dispatcher.prefixes_changed(peer, event.prefixes)
-        if event.HasField("prompt_scores") and (live := self.lives.get(event.prompt_scores.leg.request_id)):
-            live.scored(event.prompt_scores)
+        if event.HasField("prompt_scores"):
+            name = event.prompt_scores.leg.request_id
+            live = self.lives.get(name) or self._unscored.get(name)
+            if live is not None:
+                live.scored(event.prompt_scores)
         for request_id, life_event in translate(peer, event):
             live = self.lives.get(request_id)
             if live is None:
@@ -255,6 +264,9 @@ class Core:
             self.metrics.cancelled.inc()
         else:
             self.metrics.failed.inc(error.code)
+        if error is None and live.request.sampling.prompt_logprobs is not None and not live.all_scored.is_set():
+            self._unscored[live.request_id] = live
+            asyncio.get_running_loop().call_later(SCORES_S, self._unscored.pop, live.request_id, None)
         live.mailbox.close(error)
         _log.info(
             "%s %s after %.3f s: %d tokens, P %s, D %s, %d KV bytes%s",

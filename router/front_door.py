@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..proto.errors import BatonError
 from .core import Core
+from .life_messages import Peer
 from .live import Answer
 from .params import RequestLimits, RouterParams
 from .requests import ClientRequest, Prepared
@@ -35,10 +36,11 @@ class FrontDoor:
             self.refused(error)
             raise
 
-    async def prepare(self, request: ClientRequest) -> Prepared:
-        """The request as token ids with every parameter resolved. Raises InvalidRequest, Exhausted, Unavailable."""
+    async def prepare(self, request: ClientRequest, prefer: Peer | None = None) -> Prepared:
+        """The request as token ids with every parameter resolved; `prefer`: the prefill worker that has it, when one
+        is known. Raises InvalidRequest, Exhausted, Unavailable."""
         try:
-            return await self._prepare(request)
+            return await self._prepare(request, prefer)
         except BatonError as error:
             self.refused(error)
             raise
@@ -72,7 +74,7 @@ class FrontDoor:
             return await self.text.encode(request.prompt, request.bos)
         return await self.text.render(request.messages or (), request.tools)
 
-    async def _prepare(self, request: ClientRequest) -> Prepared:
+    async def _prepare(self, request: ClientRequest, prefer: Peer | None) -> Prepared:
         limits, facts = self.params.limits, self.core.facts()
         check_size(request, limits, facts.context)
         check_parameters(request, limits)
@@ -81,5 +83,5 @@ class FrontDoor:
         ids = await self._ids(request)
         seed = self._rng.getrandbits(63)
         eos = self.text.tokenizer.eos_token_ids
-        deadline_s = self.params.request_deadline_s
-        return prepare(request, ids, limits, facts, eos, grammar=grammar, seed=seed, deadline_s=deadline_s)
+        limit_s = self.params.request_deadline_s
+        return prepare(request, ids, limits, facts, eos, grammar=grammar, seed=seed, deadline_s=limit_s, prefer=prefer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from ..proto import worker_pb2 as pb
@@ -14,6 +15,8 @@ from .record import Record
 from .request_life import RequestLife
 from .requests import Output, Prepared, TokenScore, TopToken
 
+SCORES_S = 5.0  # for the scores of a prompt to come behind its answer
+
 
 class Live:
     """One accepted request."""
@@ -22,13 +25,14 @@ class Live:
         sampling = request.sampling
         self.request_id = request_id
         self.request = request
-        self.life = RequestLife(len(request.prompt_ids), sampling.n, sampling.max_tokens, attempts)
+        self.life = RequestLife(len(request.prompt_ids), sampling.n, sampling.max_tokens, attempts, request.prefer)
         self.output = RequestOutput(tokenizer, request)
         self.record = Record(now, len(request.prompt_ids), sampling.n)
         self.mailbox = Mailbox(request.stream_interval)
         self.sampling = sampling.to_wire()
         self.deadline = now + request.deadline_s
         self.scores: dict[int, TokenScore] = {}  # of the prompt's tokens, by position
+        self.all_scored = asyncio.Event()
         self.timer: asyncio.TimerHandle | None = None
 
     @property
@@ -42,6 +46,8 @@ class Live:
         for position, score in enumerate(news.scores, start=news.start):
             top = tuple(TopToken(t.token_id, t.logprob) for t in score.top)
             self.scores[position] = TokenScore(score.logprob, top)
+        if len(self.scores) >= len(self.request.prompt_ids) - 1:
+            self.all_scored.set()
 
     def recomputed(self, first: pb.FirstTokens) -> int:
         """Tokens that a prefill has just computed although the request had been prefilled before."""
@@ -60,6 +66,7 @@ class Answer:
         self.request_id = live.request_id
         self.prompt_ids = live.request.prompt_ids
         self.prompt_tokens = len(self.prompt_ids)
+        self.scored = live.request.sampling.prompt_logprobs is not None  # whether prompt_scores were asked for
 
     def outputs(self) -> AsyncIterator[list[Output]]:
         """The answer in order; raises the BatonError that ended it. To be read once."""
@@ -74,6 +81,14 @@ class Answer:
         if len(known) < self.prompt_tokens - 1:
             raise Unavailable("the prompt's logprobs were lost with a worker", retry_after_s=0.1)
         return [known.get(position) for position in range(self.prompt_tokens)]
+
+    async def awaited_prompt_scores(self) -> list[TokenScore | None]:
+        """`prompt_scores`, once they are there: the prefill worker says them, and its message may come behind all of
+        the decode worker's. Raises Unavailable after SCORES_S."""
+        if self.prompt_tokens > 1:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._live.all_scored.wait(), SCORES_S)
+        return self.prompt_scores()
 
     def cancel(self) -> None:
         """Ends the request on every worker; nothing happens when it is over."""

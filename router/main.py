@@ -25,7 +25,7 @@ async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None
     Raises AddressTaken before anything is loaded, ConfigError for a model whose tokenizer cannot be read.
     """
     async with contextlib.AsyncExitStack() as stack:
-        grpc_frontend = await GrpcFrontend.bind(params.grpc_address, params.limits.body_bytes)
+        grpc_frontend = await GrpcFrontend.bind(params.grpc_address, params.grpc, params.limits.body_bytes)
         stack.push_async_callback(grpc_frontend.stop)
         http_frontend = HttpFrontend(params.http_address)
         stack.callback(http_frontend.stop)
@@ -43,6 +43,8 @@ async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None
         stack.push_async_callback(_end_http, http_frontend, http)
         report("ready", {"grpc": grpc_frontend.address, "http": http_frontend.address, "pid": os.getpid()})
         await _until(stop, [*background, http])
+        core.leave()
+        await asyncio.sleep(params.lame_duck_s)
         await core.stop(params.stop_grace_s)
 
 

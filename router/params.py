@@ -21,6 +21,22 @@ class RequestLimits:
     grammar_bytes: int  # of one schema, pattern or grammar
     tools: int  # of one chat
     body_bytes: int  # of one HTTP body or gRPC message
+    batch: int  # requests of one GenerateBatch call
+    parallelism: int  # of these, at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcParams:
+    """The public gRPC port; see GrpcSection of cluster/config.py."""
+
+    keepalive_s: float
+    keepalive_timeout_s: float
+    min_ping_interval_s: float
+    max_connection_age_s: float | None
+    max_streams: int  # of one connection
+    reflection: bool
+    channelz: bool
+    open_inference: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +47,7 @@ class RouterParams:
     model_path: str  # as text.source.resolve takes it
     served_name: str
     grpc_address: str
+    grpc: GrpcParams
     http_address: str
     membership_address: str  # of the controller's Membership service
     prefill_placement: str  # a name in placement.choose.PREFILL
@@ -43,5 +60,6 @@ class RouterParams:
     request_deadline_s: float
     attempts: int  # placements of one leg that may fail, the first included
     max_inflight: int  # requests accepted at the same time
+    lame_duck_s: float  # before it stops: not ready for balancers, but serving
     stop_grace_s: float  # how long live streams may go on after stop
     limits: RequestLimits

@@ -46,10 +46,11 @@ class _Again(NamedTuple):
 class RequestLife:
     """One request. `handle` is the only way to change it; an event that makes no sense now changes nothing."""
 
-    def __init__(self, prompt_tokens: int, n: int, max_tokens: int, attempts: int) -> None:
+    def __init__(self, prompt_tokens: int, n: int, max_tokens: int, attempts: int, prefer: Peer | None = None) -> None:
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.attempts_limit = attempts
+        self._prefer = prefer  # the prefill worker that has the prompt's KV, when one is known
         self.ledgers = [Ledger() for _ in range(n)]
         self.legs: dict[int, Leg] = {}  # live ones by attempt
         self.outcome: Outcome | None = None
@@ -65,7 +66,7 @@ class RequestLife:
 
     def start(self) -> list[Action]:
         """Begins the first leg, with all choices."""
-        return self._open(list(range(len(self.ledgers))), _Again(0, "first", None, frozenset(), None, 0.0))
+        return self._open(list(range(len(self.ledgers))), _Again(0, "first", self._prefer, frozenset(), None, 0.0))
 
     def generated(self, leg: Leg) -> list[int]:
         """The output so far that a resumed leg starts from; [] for a leg that begins its choices."""

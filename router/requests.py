@@ -8,6 +8,7 @@ from typing import Any
 
 from ..proto.sampling import SamplingParams
 from .constraint import Constraint
+from .life_messages import Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,8 @@ class Prepared:
     priority: int  # lower goes first
     session: str  # requests of one conversation or user, for placement; "": of none
     deadline_s: float
-    stream_interval: int  # tokens of a choice that are handed on together, its first one aside
+    stream_interval: int = 1  # tokens of a choice that are handed on together, its first one aside
+    prefer: Peer | None = None  # the prefill worker that has the prompt's KV, when one is known
 
 
 @dataclass(frozen=True, slots=True)

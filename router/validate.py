@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..proto.errors import InvalidRequest
 from ..proto.sampling import SamplingParams
 from ..text.chat_messages import texts_of
+from .life_messages import Peer
 from .params import RequestLimits
 from .requests import ClientRequest, Prepared
 
@@ -184,11 +185,12 @@ def prepare(
     grammar: str = "",
     seed: int,
     deadline_s: float,
+    prefer: Peer | None = None,
 ) -> Prepared:
     """The request with every parameter resolved.
 
     grammar: what request.constraint became. seed: used when the request has none. deadline_s: the service's own limit;
-    the request's may be shorter.
+    the request's may be shorter. prefer: the prefill worker that has the prompt's KV, when one is known.
     Raises InvalidRequest.
     """
     check_parameters(request, limits)
@@ -235,4 +237,5 @@ def prepare(
         priority=_integer("priority", request.priority, 0, -MAX_PRIORITY, MAX_PRIORITY),
         deadline_s=given,
         stream_interval=_integer("stream_interval", request.stream_interval, 1, 1, MAX_STREAM_INTERVAL),
+        prefer=prefer,
     )

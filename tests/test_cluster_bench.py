@@ -8,10 +8,10 @@ import math
 import random
 
 import pytest
+from baton.client.api import Client
 from baton.cluster import bench, bench_plan
 from baton.cluster.bench_plan import Plan
 from baton.cluster.bench_stats import Sample, distribution, percentile, summarise, window
-from baton.cluster.client import Client
 from baton.cluster.config import Lengths, SLOSection, WorkloadSection
 from baton.proto import baton_pb2 as api
 from baton.proto.errors import ConfigError, Exhausted

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from baton.client.api import Client
 from baton.cluster import cli, requests_input
 from baton.cluster.admin import show_status
-from baton.cluster.client import Client
 from baton.cluster.generate import error_text, with_address
 from baton.cluster.membership import Member
 from baton.cluster.requests_input import RequestLine, from_fields, read_lines
@@ -49,6 +49,9 @@ def test_every_field_of_a_line_reaches_the_request() -> None:
             "cache_salt": "s",
             "session_id": "c",
             "priority": -1,
+            "stream_interval": 2,
+            "prompt_logprobs": 1,
+            "json_schema": {"type": "object"},
         },
         "f:1",
     )
@@ -58,7 +61,10 @@ def test_every_field_of_a_line_reaches_the_request() -> None:
     assert (dict(request.logit_bias), list(request.stop), list(request.stop_token_ids)) == ({7: -100}, ["x", "y"], [9])
     for name in ("temperature", "ignore_eos", "logprobs"):
         assert request.HasField(name)  # 0 and false are values
-    assert len(request.ListFields()) == len(api.GenerateRequest.DESCRIPTOR.fields) - 2  # one of the three inputs
+    assert len(request.ListFields()) == len(api.GenerateRequest.DESCRIPTOR.fields) - 2 - 4  # one input, one constraint
+    assert from_fields({"prompt": "", "one_of": ["a", "b"]}, "f:1").to_wire().one_of.texts == ["a", "b"]
+    with pytest.raises(ConfigError, match="f:1: grammar: the answer must follow regex already"):
+        from_fields({"prompt": "", "regex": "a", "grammar": "b"}, "f:1")
 
 
 def test_what_is_not_given_is_left_to_the_server() -> None:

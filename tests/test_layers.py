@@ -11,13 +11,26 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "proto": set(),
     "kernels": set(),
+    "client": {"proto"},
     "text": {"proto"},
     "engine": {"proto", "kernels", "text"},
     "kv_transfer": {"proto", "kernels"},
     "router": {"proto", "text"},
+    "vllm_engine": {"proto", "text", "router"},
     "prefill_worker": {"engine", "kv_transfer", "text", "proto"},
     "decode_worker": {"engine", "kv_transfer", "text", "proto"},
-    "cluster": {"proto", "kernels", "text", "engine", "kv_transfer", "router", "prefill_worker", "decode_worker"},
+    "cluster": {
+        "proto",
+        "client",
+        "kernels",
+        "text",
+        "engine",
+        "kv_transfer",
+        "router",
+        "prefill_worker",
+        "decode_worker",
+        "vllm_engine",
+    },
 }
 ONLY_IN = {"ray": "cluster/launcher_ray.py", "triton": "kernels/"}
 

@@ -73,6 +73,10 @@ class Tokenizer:
         """Tokens with a spelling; the model's own vocabulary may be padded beyond."""
         return len(self._bytes)
 
+    def json(self) -> str:
+        """The vocabulary and its rules as the text of a tokenizer.json."""
+        return str(self._parsing.to_str())
+
     def encode(self, text: str, *, special: bool, bos: bool | None) -> list[int]:
         """Token ids of `text`.
 

@@ -4,7 +4,7 @@ in order, one end per choice, the usage on the last one."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,7 @@ class Answer:
     prompt_tokens: int = 0
     usage: pb.Usage = field(default_factory=pb.Usage)
     timing: pb.Timing = field(default_factory=pb.Timing)
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
 
     @property
@@ -63,6 +64,11 @@ class Answer:
             self.request_id, self.prompt_tokens = message.accepted.request_id, message.accepted.prompt_tokens
             return
         assert self.request_id, f"{kind} before accepted"
+        if kind == "prompt":
+            assert not self.prompt_logprobs, "the prompt's logprobs twice"
+            assert not any(choice.token_ids for choice in self.choices), "the prompt after its answer"
+            self.prompt_logprobs = list(message.prompt.logprobs)
+            return
         if kind == "tokens":
             chunk = message.tokens
             choice = self.choices[chunk.choice]
@@ -146,6 +152,11 @@ class Client:
             stream.rest()
         assert not any(choice.token_ids for choice in stream.answer.choices), "tokens before the refusal"
         return status[0]
+
+    def detokenize(self, token_ids: Iterable[int]) -> str:
+        """Text without special tokens."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special=True)
+        return str(self._stub.Detokenize(request, timeout=10).text)
 
     def models(self) -> list[pb.Model]:
         """What ListModels says."""

@@ -25,7 +25,7 @@ from baton.proto.sampling import SamplingParams, finish_reason
 from baton.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from baton.router import main
 from baton.router.channels import server_options
-from baton.router.params import RequestLimits, RouterParams
+from baton.router.params import GrpcParams, RequestLimits, RouterParams
 from baton.tests.harness.tiny_model import EOS, special_id, write_tokenizer
 
 EOS_ID = special_id(EOS)
@@ -44,6 +44,8 @@ LIMITS = RequestLimits(
     grammar_bytes=1 << 14,
     tools=16,
     body_bytes=6 << 20,
+    batch=64,
+    parallelism=8,
 )
 
 
@@ -503,6 +505,16 @@ def router_params(model: Path, membership: str) -> RouterParams:
         model_path=str(model),
         served_name="tiny",
         grpc_address="127.0.0.1:0",
+        grpc=GrpcParams(
+            keepalive_s=30.0,
+            keepalive_timeout_s=10.0,
+            min_ping_interval_s=0.5,
+            max_connection_age_s=None,
+            max_streams=1000,
+            reflection=True,
+            channelz=True,
+            open_inference=True,
+        ),
         http_address="127.0.0.1:0",
         membership_address=membership,
         prefill_placement="least_loaded",
@@ -515,6 +527,7 @@ def router_params(model: Path, membership: str) -> RouterParams:
         request_deadline_s=20.0,
         attempts=3,
         max_inflight=256,
+        lame_duck_s=0.0,
         stop_grace_s=1.0,
         limits=LIMITS,
     )
