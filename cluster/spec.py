@@ -17,7 +17,7 @@ from ..decode_worker.params import DecodeParams
 from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
-from ..router.params import RequestLimits, RouterParams
+from ..router.params import BatchParams, RequestLimits, RouterParams
 from .config import Config, Percentiles, PoolSection
 from .processes import available_cores, threads_per_rank
 from .reconcile import POOLS, Backoff
@@ -249,6 +249,12 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
             grammar_bytes=limits.grammar_size,
             tools=limits.tools,
             body_bytes=limits.body_size,
+        ),
+        batches=BatchParams(
+            folder=config.batches_folder,
+            files=router.batches.files,
+            file_bytes=router.batches.file_size,
+            parallelism=router.batches.parallelism,
         ),
     )
 

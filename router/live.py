@@ -14,6 +14,8 @@ from .record import Record
 from .request_life import RequestLife
 from .requests import Output, Prepared, TokenScore, TopToken
 
+_SCORES_S = 5.0  # for a prompt's scores, after its first token
+
 
 class Live:
     """One accepted request."""
@@ -29,6 +31,7 @@ class Live:
         self.sampling = sampling.to_wire()
         self.deadline = now + request.deadline_s
         self.scores: dict[int, TokenScore] = {}  # of the prompt's tokens, by position
+        self.scored_all = asyncio.Event()
         self.timer: asyncio.TimerHandle | None = None
 
     @property
@@ -42,6 +45,8 @@ class Live:
         for position, score in enumerate(news.scores, start=news.start):
             top = tuple(TopToken(t.token_id, t.logprob) for t in score.top)
             self.scores[position] = TokenScore(score.logprob, top)
+        if len(self.scores) >= len(self.request.prompt_ids) - 1:
+            self.scored_all.set()
 
     def recomputed(self, first: pb.FirstTokens) -> int:
         """Tokens that a prefill has just computed although the request had been prefilled before."""
@@ -65,15 +70,18 @@ class Answer:
         """The answer in order; raises the BatonError that ended it. To be read once."""
         return self._live.mailbox.read()
 
-    def prompt_scores(self) -> list[TokenScore | None]:
-        """One for each token of the prompt, the first aside; there with the first output where they were asked for.
+    async def prompt_scores(self) -> list[TokenScore | None]:
+        """One for each token of the prompt, the first aside, where they were asked for.
 
-        Raises Unavailable when they are not: the worker that had them was lost.
+        They are there with the first output, or soon: the decode worker may be heard before the prefill worker. Raises
+        Unavailable when they do not come, because the worker that had them was lost.
         """
-        known = self._live.scores
-        if len(known) < self.prompt_tokens - 1:
-            raise Unavailable("the prompt's logprobs were lost with a worker", retry_after_s=0.1)
-        return [known.get(position) for position in range(self.prompt_tokens)]
+        if self.prompt_tokens > 1:
+            try:
+                await asyncio.wait_for(self._live.scored_all.wait(), _SCORES_S)
+            except TimeoutError:
+                raise Unavailable("the prompt's logprobs were lost with a worker", retry_after_s=0.1) from None
+        return [self._live.scores.get(position) for position in range(self.prompt_tokens)]
 
     def cancel(self) -> None:
         """Ends the request on every worker; nothing happens when it is over."""

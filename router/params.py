@@ -24,6 +24,16 @@ class RequestLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchParams:
+    """/v1/files and /v1/batches."""
+
+    folder: str | None  # where they are kept; None: they are off
+    files: int  # at the same time, and batches
+    file_bytes: int  # of one that is uploaded
+    parallelism: int  # requests of a batch at the same time
+
+
+@dataclass(frozen=True, slots=True)
 class RouterParams:
     """One router process. Addresses are host:port; port 0 takes a free one and is reported."""
 
@@ -45,3 +55,4 @@ class RouterParams:
     max_inflight: int  # requests accepted at the same time
     stop_grace_s: float  # how long live streams may go on after stop
     limits: RequestLimits
+    batches: BatchParams
