@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..proto.errors import ConfigError
-from . import batch_lines
-from .batch_lines import BadLine, Call, Duplicate, Known
-from .batch_output import BatchOutput
+from ..text import batch_lines
+from ..text.batch_lines import BadLine, Call, Duplicate, Known
+from ..text.batch_output import BatchOutput
 from .batch_progress import BatchProgress, Tally, duration
 from .config import Config
 from .deployment import running
-from .failures import CommandFailed
+from .failures import CommandFailed, OutputFailed
 from .http_client import Broken, HttpConnection, Origin, Reply, Unreachable
 from .model_check import ModelFacts
 from .progress import StartProgress
@@ -206,7 +206,10 @@ class _Run:
         raise AssertionError("the last attempt returns or raises")
 
     def _record(self, line: dict[str, Any]) -> None:
-        self._output.add(line)
+        try:
+            self._output.add(line)
+        except OSError as error:
+            raise OutputFailed(f"cannot write to {self._job.target}: {error.strerror or error}") from None
         if batch_lines.succeeded(line):
             self._tally.answered += 1
             usage = line["response"]["body"].get("usage") or {}

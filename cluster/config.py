@@ -186,6 +186,15 @@ class GrpcSection(Section):
     open_inference: bool = True  # inference.GRPCInferenceService (KServe v2) beside baton.v1
 
 
+class BatchesSection(Section):
+    """/v1/files and /v1/batches: files of requests that are answered when nobody else wants anything."""
+
+    folder: Text | None = None  # where files and batches are kept; relative to the configuration's folder; None: off
+    files: Count = 1000  # kept at the same time, and as many batches
+    file_size: Bytes = 100 * 2**20  # of one that is uploaded
+    parallelism: Count = 32  # requests of a batch at the same time
+
+
 class RouterSection(Section):
     """The front door. Port 0 takes a free port."""
 
@@ -197,6 +206,7 @@ class RouterSection(Section):
     attempts: Count = 3  # placements of one leg that may fail, the first included
     max_inflight: Count = 1024  # requests
     limits: LimitsSection = LimitsSection()
+    batches: BatchesSection = BatchesSection()
 
 
 class ClocksSection(Section):
@@ -293,6 +303,12 @@ class Config(Section):
         """`engine.speculation.draft_model`, likewise; empty where there is none."""
         path = self.engine.speculation.draft_model
         return "" if path is None else self._model_at(path)
+
+    @property
+    def batches_folder(self) -> str | None:
+        """`router.batches.folder`, in the configuration's folder where it is relative."""
+        folder = self.router.batches.folder
+        return None if folder is None else str(self._folder / Path(folder).expanduser())
 
     def _model_at(self, path: str) -> str:
         beside = self._folder / Path(path).expanduser()

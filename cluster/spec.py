@@ -17,7 +17,7 @@ from ..decode_worker.params import DecodeParams
 from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
-from ..router.params import GrpcParams, RequestLimits, RouterParams
+from ..router.params import BatchParams, GrpcParams, RequestLimits, RouterParams
 from ..vllm_engine.params import VllmParams
 from .config import Config, Percentiles, PoolSection
 from .processes import available_cores, threads_per_rank
@@ -281,6 +281,12 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
             body_bytes=limits.body_size,
             batch=limits.batch,
             parallelism=limits.parallelism,
+        ),
+        batches=BatchParams(
+            folder=config.batches_folder,
+            files=router.batches.files,
+            file_bytes=router.batches.file_size,
+            parallelism=router.batches.parallelism,
         ),
     )
 

@@ -90,7 +90,7 @@ async def events(answer: Answer) -> AsyncIterator[api.GenerateResponse]:
     async for outputs in answer.outputs():
         if scored:
             scored = False
-            yield _prompt(await answer.awaited_prompt_scores())
+            yield _prompt(await answer.prompt_scores())
         for output in outputs:
             yield response(output)
 

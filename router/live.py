@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from ..proto import worker_pb2 as pb
@@ -15,7 +14,7 @@ from .record import Record
 from .request_life import RequestLife
 from .requests import Output, Prepared, TokenScore, TopToken
 
-SCORES_S = 5.0  # for the scores of a prompt to come behind its answer
+SCORES_S = 5.0  # for the scores of a prompt, which may come behind its answer
 
 
 class Live:
@@ -72,23 +71,18 @@ class Answer:
         """The answer in order; raises the BatonError that ended it. To be read once."""
         return self._live.mailbox.read()
 
-    def prompt_scores(self) -> list[TokenScore | None]:
-        """One for each token of the prompt, the first aside; there with the first output where they were asked for.
+    async def prompt_scores(self) -> list[TokenScore | None]:
+        """One for each token of the prompt, the first aside, where they were asked for.
 
-        Raises Unavailable when they are not: the worker that had them was lost.
+        They are there with the first output, or soon: the decode worker may be heard before the prefill worker. Raises
+        Unavailable when they do not come, because the worker that had them was lost.
         """
-        known = self._live.scores
-        if len(known) < self.prompt_tokens - 1:
-            raise Unavailable("the prompt's logprobs were lost with a worker", retry_after_s=0.1)
-        return [known.get(position) for position in range(self.prompt_tokens)]
-
-    async def awaited_prompt_scores(self) -> list[TokenScore | None]:
-        """`prompt_scores`, once they are there: the prefill worker says them, and its message may come behind all of
-        the decode worker's. Raises Unavailable after SCORES_S."""
         if self.prompt_tokens > 1:
-            with contextlib.suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(self._live.all_scored.wait(), SCORES_S)
-        return self.prompt_scores()
+            except TimeoutError:
+                raise Unavailable("the prompt's logprobs were lost with a worker", retry_after_s=0.1) from None
+        return [self._live.scores.get(position) for position in range(self.prompt_tokens)]
 
     def cancel(self) -> None:
         """Ends the request on every worker; nothing happens when it is over."""

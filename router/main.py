@@ -7,9 +7,13 @@ import contextlib
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from ..proto.errors import ConfigError
 from . import membership
+from .batch_store import BatchStore
+from .batches import Batches
 from .core import Core
 from .front_door import FrontDoor
 from .grpc_frontend import GrpcFrontend
@@ -39,13 +43,28 @@ async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None
         follow = membership.follow(params.membership_address, params.router_id, core.view_changed)
         background = [asyncio.create_task(work) for work in (follow, grpc_frontend.follow_health(core))]
         stack.push_async_callback(_cancel, background)
-        http = asyncio.create_task(http_frontend.serve(door))
+        batches = await asyncio.to_thread(_batches, params, door, rng)
+        if batches is not None:
+            background.append(asyncio.create_task(batches.run()))
+        http = asyncio.create_task(http_frontend.serve(door, batches))
         stack.push_async_callback(_end_http, http_frontend, http)
         report("ready", {"grpc": grpc_frontend.address, "http": http_frontend.address, "pid": os.getpid()})
         await _until(stop, [*background, http])
         core.leave()
         await asyncio.sleep(params.lame_duck_s)
         await core.stop(params.stop_grace_s)
+
+
+def _batches(params: RouterParams, door: FrontDoor, rng: random.Random) -> Batches | None:
+    """None where they are off. Raises ConfigError for a folder that cannot be used."""
+    options = params.batches
+    if options.folder is None:
+        return None
+    try:
+        store = BatchStore(Path(options.folder), options.files)
+    except OSError as error:
+        raise ConfigError(f"router.batches.folder: {options.folder}: {error.strerror or error}") from None
+    return Batches(door, store, options.parallelism, rng)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

@@ -37,12 +37,17 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False  # the counts so far in every event
 
 
-class _Request(BaseModel):
-    """What both endpoints share. Absent and null mean the same."""
+class Named(BaseModel):
+    """A body that may say which model it is for. Absent and null mean the same."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
+
+
+class _Request(Named):
+    """What both endpoints share."""
+
     user: str | None = None  # a label
     session_id: str | None = None  # else prompt_cache_key, else user
     prompt_cache_key: str | None = None
@@ -194,7 +199,7 @@ class ChatRequest(_Request):
                 f"{constraint.field}: not with a tool_choice that asks for calls", field=constraint.field
             )
         return ClientRequest(
-            messages=[_message(index, message) for index, message in enumerate(self.messages)],
+            messages=[chat_message(index, message) for index, message in enumerate(self.messages)],
             input_field="messages",
             tools=tools,
             constraint=forced or constraint,
@@ -205,7 +210,7 @@ class ChatRequest(_Request):
         )
 
 
-Body = TypeVar("Body", bound=_Request)
+Body = TypeVar("Body", bound=Named)
 
 
 def parse(kind: type[Body], data: Any, served: str) -> Body:
@@ -261,7 +266,8 @@ def _seed(given: int | None) -> int | None:
     return given % (1 << 64) if given is not None and -_SIGNED_64 <= given < 0 else given
 
 
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+def chat_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """One message with what templates take. Raises InvalidRequest for anything else."""
     only = {"tool_calls": "assistant", "tool_call_id": "tool"}  # in messages of this role
     for name, value in message.items():
         known = name in _MESSAGE_FIELDS and only.get(name) in (None, message.get("role"))

@@ -40,6 +40,16 @@ class GrpcParams:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchParams:
+    """/v1/files and /v1/batches."""
+
+    folder: str | None  # where they are kept; None: they are off
+    files: int  # at the same time, and batches
+    file_bytes: int  # of one that is uploaded
+    parallelism: int  # requests of a batch at the same time
+
+
+@dataclass(frozen=True, slots=True)
 class RouterParams:
     """One router process. Addresses are host:port; port 0 takes a free one and is reported."""
 
@@ -63,3 +73,4 @@ class RouterParams:
     lame_duck_s: float  # before it stops: not ready for balancers, but serving
     stop_grace_s: float  # how long live streams may go on after stop
     limits: RequestLimits
+    batches: BatchParams

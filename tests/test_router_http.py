@@ -334,7 +334,7 @@ async def test_api_04_a_huge_prompt_delays_nobody(rig: RouterRig) -> None:
 async def test_a_body_that_never_comes_whole_is_ended(
     rig: RouterRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("baton.router.http_frontend._BODY_S", 0.3)
+    monkeypatch.setattr("baton.router.http_body._BODY_S", 0.3)
     host, port = rig.addresses["http"].split(":")
     head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -348,3 +348,45 @@ async def test_a_body_that_never_comes_whole_is_ended(
     await asyncio.sleep(0.5)
     assert "Traceback" not in caplog.text
     await post(rig, TEXT, prompt="x")
+
+
+async def test_text_to_ids_and_back(rig: RouterRig) -> None:
+    answer = (
+        await rig.http.post("/tokenize", json={"model": "tiny", "prompt": "abé", "return_token_strs": True})
+    ).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == CONTEXT
+    back = await rig.http.post("/detokenize", json={"tokens": answer["tokens"]})
+    assert back.json() == {"prompt": "abé"}
+    chat = (await rig.http.post("/tokenize", json={"messages": messages()})).json()
+    assert chat["count"] == (await post(rig, CHAT, messages=messages()))["usage"]["prompt_tokens"]
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": messages()}, "prompt"),
+        ("/tokenize", {"prompt": "x" * (2 << 20)}, "prompt"),
+        ("/detokenize", {"tokens": [320]}, "token_ids"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+    ):
+        refused = await rig.http.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+async def test_the_document_names_every_path_that_is_served(rig: RouterRig) -> None:
+    document = (await rig.http.get("/openapi.json")).json()
+    served = {"/v1/completions", CHAT, "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize", "/v1/batches"}
+    assert served <= set(document["paths"])
+    assert "frequency_penalty" in document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert (await rig.http.get("/v1/models/tiny")).json()["id"] == "tiny"
+    for path in ("/v1/models/other", "/v1/embeddings", "/v1/responses"):
+        missing = await (rig.http.get(path) if "models" in path else rig.http.post(path, json={}))
+        assert missing.status_code == 404
+        assert missing.json()["error"]["type"] == "not_found_error"
+
+
+async def test_usage_in_every_event(rig: RouterRig) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    said = await events(rig, TEXT, prompt="abc", stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in said[:-1]]
+    assert counts == sorted(counts)
+    assert counts[-1] == said[-2]["usage"]["completion_tokens"] == 6
+    assert {event["usage"]["prompt_tokens"] for event in said[:-1]} == {3}

@@ -75,7 +75,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]
         async for outputs in answer.outputs():
             if scored:
                 scored = False
-                answers.prompt(answer.prompt_ids, await answer.awaited_prompt_scores())
+                answers.prompt(answer.prompt_ids, await answer.prompt_scores())
             for output in outputs:
                 if isinstance(output, Chunk):
                     self._rate.add(len(output.token_ids), time.monotonic())

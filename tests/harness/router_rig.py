@@ -25,7 +25,7 @@ from baton.proto.sampling import SamplingParams, finish_reason
 from baton.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from baton.router import main
 from baton.router.channels import server_options
-from baton.router.params import GrpcParams, RequestLimits, RouterParams
+from baton.router.params import BatchParams, GrpcParams, RequestLimits, RouterParams
 from baton.tests.harness.tiny_model import EOS, special_id, write_tokenizer
 
 EOS_ID = special_id(EOS)
@@ -530,6 +530,7 @@ def router_params(model: Path, membership: str) -> RouterParams:
         lame_duck_s=0.0,
         stop_grace_s=1.0,
         limits=LIMITS,
+        batches=BatchParams(folder=None, files=8, file_bytes=1 << 20, parallelism=4),
     )
 
 

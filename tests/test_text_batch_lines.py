@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from baton.cluster import batch_lines
-from baton.cluster.batch_lines import BadLine, Call, Duplicate, answered, known, numbered, read_call, unanswered
-from baton.cluster.batch_output import BatchOutput
 from baton.cluster.batch_progress import Tally, duration
 from baton.proto.errors import ConfigError
+from baton.text import batch_lines
+from baton.text.batch_lines import BadLine, Call, Duplicate, answered, known, numbered, read_call, unanswered
+from baton.text.batch_output import BatchOutput
 
 
 def line(custom_id: Any = "a", **changes: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from ..proto.errors import ConfigError
-from ..text import strict_json
+from . import strict_json
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 MAX_LINE = 64 << 20  # bytes of one line of input; far more than any server takes

@@ -10,15 +10,13 @@ from typing import Any
 
 from ..proto.errors import ConfigError
 from .batch_lines import Known, known, succeeded
-from .failures import OutputFailed
 
 
 class BatchOutput:
     """Open it with `open`. `known`: what it held then."""
 
-    def __init__(self, path: Path, descriptor: int, found: Known) -> None:
+    def __init__(self, descriptor: int, found: Known) -> None:
         self.known = found
-        self._path = path
         self._descriptor = descriptor
 
     @staticmethod
@@ -37,7 +35,7 @@ class BatchOutput:
                 descriptor = _locked(path)
                 found = _read(path)
             os.ftruncate(descriptor, found.size)
-            output = BatchOutput(path, descriptor, found)
+            output = BatchOutput(descriptor, found)
             if found.unended:
                 output._write(b"\n")
         except OSError as error:
@@ -45,11 +43,8 @@ class BatchOutput:
         return output
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line; it outlives this process from then on. Raises OutputFailed."""
-        try:
-            self._write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        except OSError as error:
-            raise OutputFailed(f"cannot write to {self._path}: {error.strerror or error}") from None
+        """Append a line; it outlives this process from then on. Raises OSError."""
+        self._write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
     def close(self) -> None:
         """Let another run have it."""

@@ -1,0 +1,125 @@
+"""The OpenAPI document of the HTTP service, made from the same models that read the bodies."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pydantic import BaseModel
+
+from .. import __version__
+from .openai_neutral import NEUTRAL
+from .openai_schema import ChatRequest, CompletionRequest
+from .openai_text import DetokenizeRequest, TokenizeRequest
+
+Json = dict[str, Any]
+_REF = "#/components/schemas/"
+_PATH_IDS = {"model": "/v1/models/{model}", "file_id": "/v1/files/{file_id}", "batch_id": "/v1/batches/{batch_id}"}
+
+
+@functools.cache
+def document() -> Json:
+    """OpenAPI 3.1."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "baton", "version": __version__, "description": "An OpenAI-compatible server."},
+        "paths": _paths(),
+        "components": {"schemas": _schemas()},
+    }
+
+
+def _paths() -> Json:
+    generated = {"application/json": {}, "text/event-stream": {}}
+    form = {"type": "object", "required": ["file", "purpose"], "properties": {
+        "file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}}  # fmt: skip
+    return {
+        "/v1/completions": {"post": _post("Continue a prompt", "CompletionRequest", generated)},
+        "/v1/chat/completions": {"post": _post("Answer a chat", "ChatRequest", generated)},
+        "/v1/models": {"get": _get("The model that is served", 503)},
+        _PATH_IDS["model"]: {"get": _get("The same by its name", 404, 503, path="model")},
+        "/tokenize": {"post": _post("Token ids of a prompt or a chat", "TokenizeRequest")},
+        "/detokenize": {"post": _post("The text of token ids", "DetokenizeRequest")},
+        "/health": {"get": _get("Whether a request can be served", 503)},
+        "/ready": {"get": _get("The same", 503)},
+        "/live": {"get": _get("Whether the process answers")},
+        "/version": {"get": _get("Of the server")},
+        "/metrics": {"get": _get("In Prometheus' text format", media="text/plain")},
+        "/v1/files": {
+            "get": _get("Files", 400, 404, query=("limit", "after")),
+            "post": {
+                "summary": "Upload a file of requests",
+                "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}},
+                "responses": _responses({"application/json": {}}, 400, 404, 413, 429, 503),
+            },
+        },
+        _PATH_IDS["file_id"]: {
+            "get": _get("A file's description", 404, path="file_id"),
+            "delete": _get("Delete a file", 400, 404, path="file_id"),
+        },
+        _PATH_IDS["file_id"] + "/content": {
+            "get": _get("A file's content", 404, path="file_id", media="application/octet-stream")
+        },
+        "/v1/batches": {
+            "get": _get("Batches", 400, 404, query=("limit", "after")),
+            "post": _post("Answer the requests of a file", "BatchRequest"),
+        },
+        _PATH_IDS["batch_id"]: {"get": _get("A batch", 404, path="batch_id")},
+        _PATH_IDS["batch_id"] + "/cancel": {"post": _get("End a batch", 400, 404, path="batch_id")},
+    }
+
+
+def _get(
+    summary: str, *errors: int, path: str = "", query: tuple[str, ...] = (), media: str = "application/json"
+) -> Json:
+    places = [(path, "path")] if path else []
+    places += [(name, "query") for name in query]
+    parameters = [
+        {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}} for name, where in places
+    ]
+    return {"summary": summary, "parameters": parameters, "responses": _responses({media: {}}, *errors)}
+
+
+def _post(summary: str, body: str, content: Json | None = None) -> Json:
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": _REF + body}}}},
+        "responses": _responses(content or {"application/json": {}}, 400, 404, 408, 413, 429, 499, 503, 504),
+    }
+
+
+def _responses(content: Json, *errors: int) -> Json:
+    error = {"application/json": {"schema": {"$ref": _REF + "Error"}}}
+    answers: Json = {"200": {"description": "The answer", "content": content}}
+    return answers | {str(status): {"description": "An error", "content": error} for status in errors}
+
+
+def _schemas() -> Json:
+    schemas: Json = {"Error": _error(), "BatchRequest": _batch()}
+    kinds: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    for kind in kinds:
+        schema = kind.model_json_schema(ref_template=_REF + "{model}")
+        schemas |= schema.pop("$defs", {})
+        schemas[kind.__name__] = schema
+    for kind in (CompletionRequest, ChatRequest):
+        neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL.items()}
+        schemas[kind.__name__]["properties"] |= neutral
+    return schemas
+
+
+def _error() -> Json:
+    text = {"type": "string"}
+    fields = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": text}
+    inner = {"type": "object", "required": list(fields), "properties": fields}
+    state = {"type": "object", "required": ["status", "reason"], "properties": {"status": text, "reason": text}}
+    return {"anyOf": [{"type": "object", "required": ["error"], "properties": {"error": inner}}, state]}
+
+
+def _batch() -> Json:
+    fields = {
+        "input_file_id": {"type": "string"},
+        "endpoint": {"enum": ["/v1/completions", "/v1/chat/completions"]},
+        "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,2}h$"},
+        "metadata": {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": 16},
+    }
+    required = ["input_file_id", "endpoint"]
+    return {"type": "object", "required": required, "properties": fields, "additionalProperties": False}
