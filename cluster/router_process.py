@@ -12,7 +12,10 @@ from .child import Report, run_child
 from .spec import router_from_json
 
 
-def _main(values: dict[str, Any], report: Report, stop: threading.Event) -> None:
+def main(values: dict[str, Any], report: Report, stop: threading.Event) -> None:
+    """Serves until `stop`."""
+    import uvloop
+
     from ..router import main as router
 
     failpoints.identify("router")
@@ -28,8 +31,8 @@ def _main(values: dict[str, Any], report: Report, stop: threading.Event) -> None
         threading.Thread(target=relay, daemon=True, name="stop-relay").start()
         await router.run(router_from_json(values), report, stopping)
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 if __name__ == "__main__":
-    run_child(_main)
+    run_child(main)
