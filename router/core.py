@@ -151,17 +151,18 @@ class Core:
             self.lives.dispatcher.prefixes_changed(peer, event.prefixes)
         if event.HasField("prompt_scores") and (live := self.lives.get(event.prompt_scores.leg.request_id)):
             live.scored(event.prompt_scores)
+        now, clock = time.monotonic(), self._clock(peer)
         for request_id, life_event in translate(peer, event):
             live = self.lives.get(request_id)
             if live is None:
                 self.lives.late(request_id, life_event)
-            else:
-                if isinstance(life_event, m.Tokens):
-                    now, clock = time.monotonic(), self._clock(peer)
+                continue
+            if isinstance(life_event, m.Tokens):
+                if live.record.second_awaited:
                     live.record.stepped(life_event.attempt, life_event.tokens, event.tokens.at, now, clock)
-                elif live.life.follows(life_event.leg):
-                    self._measure(live, event, self._clock(peer))
-                self.lives.handle(live, life_event)
+            elif live.life.follows(life_event.leg):
+                self._measure(live, event, clock)
+            self.lives.handle(live, life_event)
 
     def _clock(self, peer: Peer) -> str:
         """The name of the worker's clock; empty: unknown."""
@@ -219,16 +220,16 @@ class Core:
             _log.exception("%s: the text of its tokens could not be made", live.request_id)
             self.lives.handle(live, m.GiveUp(InternalError("the answer's text could not be made")))
             return
-        for gap in record.emitted(chunks, time.monotonic()):
-            metrics.itl.observe(gap)
+        for gap, times in record.emitted(chunks, time.monotonic()):
+            metrics.gaps.observe(gap, times)
         if not had_first and record.first_at is not None:
             metrics.first_token(record.first_at - record.received, record.queue_s, record.prefill_s)
             metrics.prompt_tokens.inc(by=record.prompt_tokens)
             metrics.cached_tokens.inc(by=record.prefill_cached or 0)
         if not had_second and record.second_gap is not None:
             metrics.second_token.observe(record.second_gap)
-        metrics.generation_tokens.inc(by=sum(len(chunk.token_ids) for chunk in chunks))
         for chunk in chunks:
+            metrics.gaps.tokens += len(chunk.token_ids)
             live.mailbox.put(chunk)
         for choice in ended:
             self._choice_ended(live, choice, last=choice == ended[-1] and live.output.open_choices == 0)

@@ -138,13 +138,13 @@ class Lives:
 
     def _act(self, live: Live, action: m.Action) -> None:
         match action:
+            case m.Emit(tokens):
+                self._audience.emitted(live, tokens)
             case m.Place():
                 self._audience.placing(live, action)
                 self._place(live, action)
             case m.EnterGate():
                 self.dispatcher.enter_gate(live, action)
-            case m.Emit(tokens):
-                self._audience.emitted(live, tokens)
             case m.PrefillOver(leg):
                 self.dispatcher.prefill_over(live, leg)
             case m.LegOver(leg):
