@@ -99,10 +99,11 @@ def cpu_s(pid: int) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
 
 
-def router_values(arguments: argparse.Namespace, membership: str) -> dict[str, Any]:
+def router_values(case: Case, arguments: argparse.Namespace, membership: str) -> dict[str, Any]:
     """The parameters of the real router process, as `baton serve` gives them."""
     free = [f"router.{name}=127.0.0.1:0" for name in ("grpc", "http", "admin")]
-    config = config_load.load(arguments.config, [*free, "router.max_inflight=8192", *arguments.set])
+    settings = [*free, "router.max_inflight=8192", f"router.stream_interval={case.interval}", *arguments.set]
+    config = config_load.load(arguments.config, settings)
     return spec.router_to_json(spec.router_params(config, _MODEL, membership))
 
 
@@ -114,7 +115,7 @@ async def run_ours(case: Case, arguments: argparse.Namespace, folder: Path) -> d
     simulate = (sys.executable, "-m", "baton.benchmarks.router_workers")
     async with child(asdict(simulation), OTHER_CORE, *simulate) as workers:
         membership = (await says(workers, "membership"))["membership"]
-        values = router_values(arguments, membership)
+        values = router_values(case, arguments, membership)
         command = [sys.executable, "-m", "baton.cluster.router_process"]
         if arguments.profile:
             command = [sys.executable, "-m", "baton.benchmarks.router_profile", arguments.profile]
@@ -152,12 +153,10 @@ async def _until_ready(address: str, path: str = "/ready") -> None:
     raise RuntimeError(f"{address} did not become ready")
 
 
-async def measure(
-    case: Case, address: str, clock: str, pid: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
+async def measure(case: Case, address: str, clock: str, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """The clients' figures, and the CPU that `pid` used in their window."""
     load = Load(
-        address, case.protocol, case.streams, 32, case.max_tokens, case.interval, arguments.warm, arguments.seconds,
+        address, case.protocol, case.streams, 32, case.max_tokens, arguments.warm, arguments.seconds,
         clock, _MODEL,
     )  # fmt: skip
     async with child(asdict(load), OTHER_CORE, sys.executable, "-m", "baton.benchmarks.router_clients") as clients:

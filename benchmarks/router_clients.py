@@ -1,6 +1,6 @@
 """Clients for `router.py`: many streams with as little work per token as possible, in a process of their own.
 
-    python -m baton.benchmarks.router_clients      (a Load as one JSON line on stdin; the figures as JSON on stdout)
+python -m baton.benchmarks.router_clients      (a Load as one JSON line on stdin; the figures as JSON on stdout)
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Load:
     streams: int
     prompt: int
     max_tokens: int
-    interval: int
     warm_s: float
     seconds: float
     clock: str
@@ -102,13 +101,11 @@ class Clients:
         fields: dict[str, object] = {"temperature": 0, "ignore_eos": True, "stream": True}
         if load.protocol == "http":
             fields |= {"return_token_ids": True}
-        if load.interval > 1:
-            fields |= {"stream_interval": load.interval}
         prompt: object = [FIRST_ID + (number * 31 + i) % 30000 for i in range(load.prompt)]
         if load.protocol == "text":
             prompt = " word" * load.prompt
         body = json.dumps({"model": load.model, "prompt": prompt, "max_tokens": load.max_tokens, **fields}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         host, _, port = load.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
         try:
@@ -135,7 +132,7 @@ class Clients:
     def _events(self, chunk: bytes, started: float | None) -> float | None:
         if self.load.protocol == "text":
             for event in chunk.split(b"\n\n"):
-                if event.startswith(b'data: {') and b'"text":""' not in event:
+                if event.startswith(b"data: {") and b'"text":""' not in event:
                     at = re.search(rb'"text":"(\d+) "', event)
                     self._took([int(at.group(1))] if at else [0], started)
                     started = None
@@ -152,8 +149,6 @@ class Clients:
         request = api.GenerateRequest(
             token_ids=api.TokenIds(ids=ids), max_tokens=load.max_tokens, temperature=0, ignore_eos=True
         )
-        if load.interval > 1:
-            request.stream_interval = load.interval
         async with grpc.aio.insecure_channel(load.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             call = channel.unary_stream(
                 "/baton.v1.Baton/Generate",

@@ -235,6 +235,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         request_deadline_s=config.clocks.request,
         attempts=router.attempts,
         max_inflight=router.max_inflight,
+        stream_interval=router.stream_interval,
         stop_grace_s=config.cluster.stop_grace / 2,
         limits=RequestLimits(
             n=limits.n,

@@ -152,6 +152,8 @@ class Core:
         if event.HasField("prompt_scores") and (live := self.lives.get(event.prompt_scores.leg.request_id)):
             live.scored(event.prompt_scores)
         now, clock = time.monotonic(), self._clock(peer)
+        if event.HasField("tokens"):
+            event = self._go_on(peer, event, now)
         for request_id, life_event in translate(peer, event):
             live = self.lives.get(request_id)
             if live is None:
@@ -163,6 +165,21 @@ class Core:
             elif live.life.follows(life_event.leg):
                 self._measure(live, event, clock)
             self.lives.handle(live, life_event)
+
+    def _go_on(self, peer: Peer, event: pb.WorkerEvent, now: float) -> pb.WorkerEvent:
+        """Takes the tokens of a step that merely continue their choices, nearly all of them; returns the others."""
+        others: list[pb.StepToken] = []
+        get, at = self.lives.get, event.tokens.at
+        for step in event.tokens.tokens:
+            live, token = get(step.request_id), step.token
+            if live is None or live.record.second_awaited or not live.life.goes_on(step.attempt, peer, token):
+                others.append(step)
+                continue
+            live.fresh.append(token)
+            if len(live.fresh) >= live.together:
+                self.lives.went_on(live, peer, step.attempt, now)
+                self.emitted(live, ())
+        return pb.WorkerEvent(tokens=pb.Tokens(tokens=others, at=at))
 
     def _clock(self, peer: Peer) -> str:
         """The name of the worker's clock; empty: unknown."""
@@ -213,6 +230,8 @@ class Core:
     def emitted(self, live: Live, tokens: Sequence[pb.Token]) -> None:
         """Makes text of tokens, and gives it to the client."""
         record, metrics = live.record, self.metrics
+        if live.fresh:
+            tokens, live.fresh = [*live.fresh, *tokens], []
         had_first, had_second = record.first_at is not None, record.second_gap is not None
         try:
             chunks, ended = live.output.push(tokens)
@@ -248,6 +267,8 @@ class Core:
         """Closes the answer; the story of a request that ended badly goes to the log."""
         if live.timer is not None:
             live.timer.cancel()
+        if live.fresh:
+            self.emitted(live, ())
         record, now = live.record, time.monotonic()
         self._drained.ended(now)
         if error is None:

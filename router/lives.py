@@ -82,6 +82,12 @@ class Lives:
         self._work.append((live, event))
         self._drain()
 
+    def went_on(self, live: Live, peer: Peer, attempt: int, now: float) -> None:
+        """Tokens came that changed nothing but the length of an answer."""
+        story = self.stories.find(live.request_id)
+        if story is not None:
+            story.heard(now, m.Tokens(attempt, peer, ()), heeded=True)
+
     def late(self, request_id: str, event: m.Event) -> None:
         """News of a request that has ended."""
         story = self.stories.find(request_id)

@@ -71,7 +71,9 @@ class _Gaps(Collector):
             name = f"{prefix}inter_token_latency_seconds"
             family = HistogramMetricFamily(name, "Inter token latency seconds", labels=list(labels))
             bounds = [*map(str, map(float, _GAP)), "+Inf"]
-            family.add_metric(list(labels.values()), list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+            family.add_metric(
+                list(labels.values()), list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
+            )
             yield family
             total = CounterMetricFamily(f"{prefix}generation_tokens", "Tokens given out", labels=list(labels))
             total.add_metric(list(labels.values()), self.tokens)

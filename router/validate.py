@@ -184,11 +184,12 @@ def prepare(
     grammar: str = "",
     seed: int,
     deadline_s: float,
+    stream_interval: int,
 ) -> Prepared:
     """The request with every parameter resolved.
 
     grammar: what request.constraint became. seed: used when the request has none. deadline_s: the service's own limit;
-    the request's may be shorter.
+    the request's may be shorter. stream_interval: of a request that asks for none.
     Raises InvalidRequest.
     """
     check_parameters(request, limits)
@@ -234,5 +235,5 @@ def prepare(
         session=request.session,
         priority=_integer("priority", request.priority, 0, -MAX_PRIORITY, MAX_PRIORITY),
         deadline_s=given,
-        stream_interval=_integer("stream_interval", request.stream_interval, 1, 1, MAX_STREAM_INTERVAL),
+        stream_interval=_integer("stream_interval", request.stream_interval, stream_interval, 1, MAX_STREAM_INTERVAL),
     )

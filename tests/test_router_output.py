@@ -37,7 +37,8 @@ def said(
     """(text, reason, matched stop, tokens) of a choice whose tokens are bytes, then EOS when finish is "stop"."""
     request = ClientRequest(token_ids=[1], stop=stop, include_stop=include, min_tokens=min_tokens)
     output = RequestOutput(
-        tokenizer, prepare(request, [1], LIMITS, ModelFacts(CONTEXT, VOCAB), {EOS_ID}, seed=0, deadline_s=1)
+        tokenizer,
+        prepare(request, [1], LIMITS, ModelFacts(CONTEXT, VOCAB), {EOS_ID}, seed=0, deadline_s=1, stream_interval=1),
     )
     ids = [*data, EOS_ID] if finish == "stop" else list(data)
     tokens = [pb.Token(choice=0, index=index, token_id=i) for index, i in enumerate(ids)]

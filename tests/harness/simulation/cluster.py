@@ -138,6 +138,7 @@ class Cluster:
             session="",
             priority=ask.number % 2,
             deadline_s=ask.deadline_s,
+            stream_interval=1,
         )
         client.arrived = self.world.disturbed = now
         client.live = Live(ask.request_id, prepared, now, _ATTEMPTS, cast(Any, None))
