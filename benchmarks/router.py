@@ -52,9 +52,9 @@ class Case:
 
 CASES = [
     Case("http", "http", 320, 6400, 1, 8),
-    Case("http-4", "http", 320, 6400, 4, 8),
+    Case("http-4", "http", 640, 12800, 4, 8),
     Case("grpc", "grpc", 320, 6400, 1, 8),
-    Case("grpc-4", "grpc", 320, 6400, 4, 8),
+    Case("grpc-4", "grpc", 640, 12800, 4, 8),
     Case("latency", "http", 160, 5000, 1, 8),
     Case("latency-grpc", "grpc", 160, 5000, 1, 8),
     Case("2000", "http", 2000, 5000, 1, 32, 64),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import json
 import mmap
 import sys
@@ -124,10 +125,8 @@ class Worker(WorkerServicer):
     async def _write(self, session: int, context: Any) -> None:
         events, wake = self._outboxes[session]
         while True:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(wake.wait(), _HEARTBEAT_S)
-            except TimeoutError:
-                pass
             wake.clear()
             message = pb.WorkerMessage(events=events, load=self.load())
             events.clear()
