@@ -205,6 +205,8 @@ class RouterSection(Section):
     placement: PlacementSection = PlacementSection()
     attempts: Count = 3  # placements of one leg that may fail, the first included
     max_inflight: Count = 1024  # requests
+    stream_interval: Annotated[int, Field(ge=1, le=1024)] = 1  # tokens of a choice in one message to the client, its
+    # first one aside, where the request does not say; more costs the router less
     limits: LimitsSection = LimitsSection()
     batches: BatchesSection = BatchesSection()
 

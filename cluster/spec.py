@@ -265,6 +265,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         attempts=router.attempts,
         max_inflight=router.max_inflight,
         lame_duck_s=config.clocks.lame_duck,
+        stream_interval=router.stream_interval,
         stop_grace_s=config.cluster.stop_grace / 2,
         limits=RequestLimits(
             n=limits.n,

@@ -160,17 +160,35 @@ class Core:
             live = self.lives.get(name) or self._unscored.get(name)
             if live is not None:
                 live.scored(event.prompt_scores)
+        now, clock = time.monotonic(), self._clock(peer)
+        if event.HasField("tokens"):
+            event = self._go_on(peer, event, now)
         for request_id, life_event in translate(peer, event):
             live = self.lives.get(request_id)
             if live is None:
                 self.lives.late(request_id, life_event)
-            else:
-                if isinstance(life_event, m.Tokens):
-                    now, clock = time.monotonic(), self._clock(peer)
+                continue
+            if isinstance(life_event, m.Tokens):
+                if live.record.second_awaited:
                     live.record.stepped(life_event.attempt, life_event.tokens, event.tokens.at, now, clock)
-                elif live.life.follows(life_event.leg):
-                    self._measure(live, event, self._clock(peer))
-                self.lives.handle(live, life_event)
+            elif live.life.follows(life_event.leg):
+                self._measure(live, event, clock)
+            self.lives.handle(live, life_event)
+
+    def _go_on(self, peer: Peer, event: pb.WorkerEvent, now: float) -> pb.WorkerEvent:
+        """Takes the tokens of a step that merely continue their choices, nearly all of them; returns the others."""
+        others: list[pb.StepToken] = []
+        get, at = self.lives.get, event.tokens.at
+        for step in event.tokens.tokens:
+            live, token = get(step.request_id), step.token
+            if live is None or live.record.second_awaited or not live.life.goes_on(step.attempt, peer, token):
+                others.append(step)
+                continue
+            live.fresh.append(token)
+            if len(live.fresh) >= live.together:
+                self.lives.went_on(live, peer, step.attempt, now)
+                self.emitted(live, ())
+        return pb.WorkerEvent(tokens=pb.Tokens(tokens=others, at=at))
 
     def _clock(self, peer: Peer) -> str:
         """The name of the worker's clock; empty: unknown."""
@@ -221,6 +239,8 @@ class Core:
     def emitted(self, live: Live, tokens: Sequence[pb.Token]) -> None:
         """Makes text of tokens, and gives it to the client."""
         record, metrics = live.record, self.metrics
+        if live.fresh:
+            tokens, live.fresh = [*live.fresh, *tokens], []
         had_first, had_second = record.first_at is not None, record.second_gap is not None
         try:
             chunks, ended = live.output.push(tokens)
@@ -228,16 +248,16 @@ class Core:
             _log.exception("%s: the text of its tokens could not be made", live.request_id)
             self.lives.handle(live, m.GiveUp(InternalError("the answer's text could not be made")))
             return
-        for gap in record.emitted(chunks, time.monotonic()):
-            metrics.itl.observe(gap)
+        for gap, times in record.emitted(chunks, time.monotonic()):
+            metrics.gaps.observe(gap, times)
         if not had_first and record.first_at is not None:
             metrics.first_token(record.first_at - record.received, record.queue_s, record.prefill_s)
             metrics.prompt_tokens.inc(by=record.prompt_tokens)
             metrics.cached_tokens.inc(by=record.prefill_cached or 0)
         if not had_second and record.second_gap is not None:
             metrics.second_token.observe(record.second_gap)
-        metrics.generation_tokens.inc(by=sum(len(chunk.token_ids) for chunk in chunks))
         for chunk in chunks:
+            metrics.gaps.tokens += len(chunk.token_ids)
             live.mailbox.put(chunk)
         for choice in ended:
             self._choice_ended(live, choice, last=choice == ended[-1] and live.output.open_choices == 0)
@@ -256,6 +276,8 @@ class Core:
         """Closes the answer; the story of a request that ended badly goes to the log."""
         if live.timer is not None:
             live.timer.cancel()
+        if live.fresh:
+            self.emitted(live, ())
         record, now = live.record, time.monotonic()
         self._drained.ended(now)
         if error is None:

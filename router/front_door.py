@@ -83,5 +83,15 @@ class FrontDoor:
         ids = await self._ids(request)
         seed = self._rng.getrandbits(63)
         eos = self.text.tokenizer.eos_token_ids
-        limit_s = self.params.request_deadline_s
-        return prepare(request, ids, limits, facts, eos, grammar=grammar, seed=seed, deadline_s=limit_s, prefer=prefer)
+        return prepare(
+            request,
+            ids,
+            limits,
+            facts,
+            eos,
+            grammar=grammar,
+            seed=seed,
+            deadline_s=self.params.request_deadline_s,
+            stream_interval=self.params.stream_interval,
+            prefer=prefer,
+        )

@@ -30,6 +30,13 @@ class Ledger:
             following = self._early.pop(len(self.token_ids), None)
         return ready
 
+    def goes_on(self, token: pb.Token) -> bool:
+        """Takes the usual token: the next one, which ends nothing. False: nothing was done, `accept` must look."""
+        if token.index != len(self.token_ids) or self.finished or self._early or token.finish_reason:
+            return False
+        self.token_ids.append(token.token_id)
+        return True
+
     def forget_early(self) -> None:
         """Drops what came ahead of its turn: the leg that said it is over."""
         self._early.clear()

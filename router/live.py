@@ -28,6 +28,8 @@ class Live:
         self.output = RequestOutput(tokenizer, request)
         self.record = Record(now, len(request.prompt_ids), sampling.n)
         self.mailbox = Mailbox(request.stream_interval)
+        self.fresh: list[pb.Token] = []  # taken from a worker, not yet made text
+        self.together = 1 if request.stops else request.stream_interval  # so many are made text at a time
         self.sampling = sampling.to_wire()
         self.deadline = now + request.deadline_s
         self.scores: dict[int, TokenScore] = {}  # of the prompt's tokens, by position

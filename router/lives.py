@@ -82,6 +82,12 @@ class Lives:
         self._work.append((live, event))
         self._drain()
 
+    def went_on(self, live: Live, peer: Peer, attempt: int, now: float) -> None:
+        """Tokens came that changed nothing but the length of an answer."""
+        story = self.stories.find(live.request_id)
+        if story is not None:
+            story.heard(now, m.Tokens(attempt, peer, ()), heeded=True)
+
     def late(self, request_id: str, event: m.Event) -> None:
         """News of a request that has ended."""
         story = self.stories.find(request_id)
@@ -138,13 +144,13 @@ class Lives:
 
     def _act(self, live: Live, action: m.Action) -> None:
         match action:
+            case m.Emit(tokens):
+                self._audience.emitted(live, tokens)
             case m.Place():
                 self._audience.placing(live, action)
                 self._place(live, action)
             case m.EnterGate():
                 self.dispatcher.enter_gate(live, action)
-            case m.Emit(tokens):
-                self._audience.emitted(live, tokens)
             case m.PrefillOver(leg):
                 self.dispatcher.prefill_over(live, leg)
             case m.LegOver(leg):

@@ -52,6 +52,6 @@ class Mailbox:
                 return
 
     def _last_chunk(self, item: Output) -> Chunk | None:
-        if not isinstance(item, Chunk):
+        if not self._items or not isinstance(item, Chunk):
             return None
         return next((i for i in reversed(self._items) if isinstance(i, Chunk) and i.choice == item.choice), None)

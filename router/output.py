@@ -23,6 +23,11 @@ class _Choice:
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopMatcher(request.stops, request.include_stop)
 
+    def push_plain(self, ids: list[int]) -> str:
+        """The text that tokens bring out which end nothing, where there are no stop strings."""
+        self.count += len(ids)
+        return self._detokenizer.push(ids)
+
     def push(self, token: pb.Token) -> tuple[str, bool]:
         """(the text that the token brings out, whether it ends the choice)."""
         self.count += 1
@@ -47,6 +52,7 @@ class RequestOutput:
     def __init__(self, tokenizer: Tokenizer, request: Prepared) -> None:
         self._choices = [_Choice(tokenizer, request) for _ in range(request.sampling.n)]
         self._wants_scores = request.sampling.logprobs is not None
+        self._plain = not self._wants_scores and not request.stops and request.sampling.n == 1
 
     @property
     def completion_tokens(self) -> int:
@@ -69,6 +75,9 @@ class RequestOutput:
 
     def push(self, tokens: Sequence[pb.Token]) -> tuple[list[Chunk], list[int]]:
         """(what to send, the choices that ended now)."""
+        if self._plain and tokens and not self._choices[0].reason and not any(t.finish_reason for t in tokens):
+            ids = [token.token_id for token in tokens]
+            return [Chunk(0, tokens[0].index, ids, self._choices[0].push_plain(ids), [])], []
         chunks: list[Chunk] = []
         ended: list[int] = []
         for token in tokens:

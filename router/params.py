@@ -69,6 +69,7 @@ class RouterParams:
     dead_after_s: float
     request_deadline_s: float
     attempts: int  # placements of one leg that may fail, the first included
+    stream_interval: int  # tokens of a choice in one message to the client, where the request does not say
     max_inflight: int  # requests accepted at the same time
     lame_duck_s: float  # before it stops: not ready for balancers, but serving
     stop_grace_s: float  # how long live streams may go on after stop

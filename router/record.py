@@ -91,9 +91,15 @@ class Record:
         if self._second is None and any(token.index == 1 for token in tokens):
             self._second = (attempt, Moment(clock, at, now))
 
-    def emitted(self, chunks: Sequence[Chunk], now: float) -> list[float]:
-        """Tokens left for the client; the gap of each to the one before, for each choice that had one."""
-        gaps: list[float] = []
+    @property
+    def second_awaited(self) -> bool:
+        """Whether `stepped` has something to learn yet."""
+        return self._second is None
+
+    def emitted(self, chunks: Sequence[Chunk], now: float) -> list[tuple[float, int]]:
+        """Tokens left for the client; (the gap to the one before, how many tokens have it), for each choice that had
+        one."""
+        gaps: list[tuple[float, int]] = []
         for chunk in chunks:
             before, self._last_of_choice[chunk.choice] = self._last_of_choice[chunk.choice], now
             if self.first_at is None:
@@ -102,7 +108,7 @@ class Record:
                 self.first_text_at = now
             if before is not None:
                 tokens = len(chunk.token_ids)  # more than one of a step with proposals: they share its time
-                gaps += [(now - before) / tokens] * tokens
+                gaps.append(((now - before) / tokens, tokens))
                 if self.second_gap is None:
                     self.second_gap = now - before
         self.last_at = now

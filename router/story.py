@@ -27,6 +27,7 @@ class _Entry:
     last: float
     times: int
     text: str
+    tokens_of: tuple[int, Peer] | None = None  # news of tokens: their attempt and worker
 
     def line(self) -> str:
         """For people."""
@@ -45,12 +46,24 @@ class Story:
 
     def heard(self, now: float, event: m.Event, heeded: bool) -> None:
         """News; not `heeded`: it changed nothing because it was late, stale or out of turn."""
+        if heeded and isinstance(event, m.Tokens):
+            self._tokens(now - self._arrived, event)
+            return
         self._add(now, f"{describe_event(event)}{'' if heeded else '  -- dropped'}")
 
     def did(self, now: float, action: m.Action) -> None:
         """What the request's life asked for; what it emits is not noted apart from the news that brought it."""
         if not isinstance(action, m.Emit):
             self._add(now, f"  {describe_action(action)}")
+
+    def _tokens(self, at: float, event: m.Tokens) -> None:
+        """Most news of a long answer: a text is made for the first of a run only."""
+        last, source = self._entries[-1] if self._entries else None, (event.attempt, event.peer)
+        if last is not None and last.tokens_of == source:
+            last.times, last.last = last.times + 1, at
+            return
+        self._add(self._arrived + at, describe_event(event))
+        self._entries[-1].tokens_of = source
 
     def lines(self) -> list[str]:
         """The story, oldest first."""

@@ -185,12 +185,14 @@ def prepare(
     grammar: str = "",
     seed: int,
     deadline_s: float,
+    stream_interval: int,
     prefer: Peer | None = None,
 ) -> Prepared:
     """The request with every parameter resolved.
 
     grammar: what request.constraint became. seed: used when the request has none. deadline_s: the service's own limit;
-    the request's may be shorter. prefer: the prefill worker that has the prompt's KV, when one is known.
+    the request's may be shorter. stream_interval: of a request that asks for none. prefer: the prefill worker that has
+    the prompt's KV, when one is known.
     Raises InvalidRequest.
     """
     check_parameters(request, limits)
@@ -236,6 +238,6 @@ def prepare(
         session=request.session,
         priority=_integer("priority", request.priority, 0, -MAX_PRIORITY, MAX_PRIORITY),
         deadline_s=given,
-        stream_interval=_integer("stream_interval", request.stream_interval, 1, 1, MAX_STREAM_INTERVAL),
         prefer=prefer,
+        stream_interval=_integer("stream_interval", request.stream_interval, stream_interval, 1, MAX_STREAM_INTERVAL),
     )

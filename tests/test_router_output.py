@@ -37,7 +37,8 @@ def said(
     """(text, reason, matched stop, tokens) of a choice whose tokens are bytes, then EOS when finish is "stop"."""
     request = ClientRequest(token_ids=[1], stop=stop, include_stop=include, min_tokens=min_tokens)
     output = RequestOutput(
-        tokenizer, prepare(request, [1], LIMITS, ModelFacts(CONTEXT, VOCAB), {EOS_ID}, seed=0, deadline_s=1)
+        tokenizer,
+        prepare(request, [1], LIMITS, ModelFacts(CONTEXT, VOCAB), {EOS_ID}, seed=0, deadline_s=1, stream_interval=1),
     )
     ids = [*data, EOS_ID] if finish == "stop" else list(data)
     tokens = [pb.Token(choice=0, index=index, token_id=i) for index, i in enumerate(ids)]
@@ -127,5 +128,5 @@ async def test_mailbox_gives_what_is_there_before_the_error() -> None:
 def test_tokens_of_one_step_share_its_time() -> None:
     record = Record(0.0, prompt_tokens=3, choices=1)
     assert record.emitted([Chunk(0, 0, [5], "a", [])], 1.0) == []
-    assert record.emitted([Chunk(0, 1, [6, 7, 8, 9], "b", [])], 1.2) == [pytest.approx(0.05)] * 4
+    assert record.emitted([Chunk(0, 1, [6, 7, 8, 9], "b", [])], 1.2) == [(pytest.approx(0.05), 4)]
     assert [record.second_gap, record.decode_s] == [pytest.approx(0.2)] * 2

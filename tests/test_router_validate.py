@@ -17,7 +17,7 @@ def made(ids: list[int] | None = None, **fields: Any) -> Prepared:
     prompt = [1, 2, 3] if ids is None else ids
     request = ClientRequest(token_ids=prompt, input_field="token_ids", **fields)
     check_size(request, LIMITS, FACTS.context)
-    return prepare(request, prompt, LIMITS, FACTS, {7, 8}, seed=99, deadline_s=600.0)
+    return prepare(request, prompt, LIMITS, FACTS, {7, 8}, seed=99, deadline_s=600.0, stream_interval=1)
 
 
 def test_defaults_are_neutral() -> None:

@@ -26,6 +26,8 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that is safe to give out, the stop string matched or None). After a match nothing more comes out."""
+        if not self._stops:
+            return text, None
         if self._matched is not None:
             return "", self._matched
         buffer = self._held + text

@@ -526,6 +526,7 @@ def router_params(model: Path, membership: str) -> RouterParams:
         dead_after_s=1.0,
         request_deadline_s=20.0,
         attempts=3,
+        stream_interval=1,
         max_inflight=256,
         lame_duck_s=0.0,
         stop_grace_s=1.0,
