@@ -15,8 +15,8 @@ from itertools import count
 from typing import Any
 
 from baton.engine.block_pool import BlockPool
+from baton.engine.prefill_scheduler import Chunk, PrefillScheduler
 from baton.engine.prefix_feed import PrefixFeed
-from baton.prefill_worker.scheduler import Chunk, PrefillScheduler
 from baton.proto import worker_pb2 as pb
 from baton.proto.kv_layout import block_count
 from baton.proto.leg import LegKey as WorkerLegKey

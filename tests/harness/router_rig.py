@@ -505,6 +505,7 @@ def router_params(model: Path, membership: str) -> RouterParams:
         membership_address=membership,
         prefill_placement="least_loaded",
         decode_placement="least_loaded",
+        disaggregation="always",
         prefix_events=True,
         ttft_objective_s=None,
         tpot_objective_s=None,
