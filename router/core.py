@@ -27,6 +27,7 @@ from .metrics import Metrics, RouterState, WorkerState
 from .moves import Moves
 from .params import RouterParams
 from .placement.choose import Objectives
+from .placement.disaggregation import NEVER
 from .placer import Placer
 from .requests import ChoiceEnd, Prepared
 from .sessions import Member, SessionPool
@@ -68,10 +69,11 @@ class Core:
         if self._stopping:
             return "stopping"
         prefill, decode = self.sessions.ready("prefill"), self.sessions.ready("decode")
-        missing = [role for role, sessions in (("prefill", prefill), ("decode", decode)) if not sessions]
+        alone = self._params.disaggregation == NEVER  # no prompt goes to a prefill worker
+        missing = [role for role, there in (("prefill", prefill or alone), ("decode", decode)) if not there]
         if missing:
             return f"no {' and no '.join(missing)} worker is ready"
-        if not {model_of(session) for session in prefill} & {model_of(session) for session in decode}:
+        if not alone and not {model_of(session) for session in prefill} & {model_of(session) for session in decode}:
             return "no prefill and decode worker serve the same model"
         return ""
 
