@@ -117,6 +117,11 @@ class Worker:
         self._fit.observe(features, seconds)
         return seconds
 
+    def warm_up(self) -> None:
+        """It has run for a while: the law of its steps is known."""
+        for number in range(1, 33):
+            self.step_s((1.0, float(number), 200.0 * number * (1 + number % 7)))
+
     def site(self, role: str) -> Site:
         """As the router sees it."""
         law = self._fit.law

@@ -4,7 +4,7 @@
 both workers' steps:
 
 - away: the leg's TTFT at its prefill worker; what its KV is late for the second token; and for each prompt that is
-  there already, what of this one runs before it ends.
+  there already, what of this one runs before it ends: twice, because as many will come while these wait (Little's law).
 - here: the prompt's new tokens run in chunks beside the batch, so the TTFT is that many steps of the batch and the
   chunks themselves; and every running stream waits for the chunks.
 
@@ -42,7 +42,7 @@ def conditional(
 def _away_s(demand: Demand, prefill: Candidate, law: StepTime) -> float:
     fresh = max(1, demand.tokens - prefill.cached)
     others = sum(min(1.0, work.tokens / fresh) for work in prefill.works)
-    return predict_ttft_s(demand, prefill) + others * _own_s(law, demand, prefill)
+    return predict_ttft_s(demand, prefill) + 2 * others * _own_s(law, demand, prefill)
 
 
 def _here_s(demand: Demand, decode: Candidate, here: Candidate, law: StepTime, batch_s: float) -> float:
