@@ -15,6 +15,7 @@ from baton.router.gate import LookaheadGate
 from baton.router.life_messages import Peer
 from baton.router.outstanding import LegId
 from baton.router.placement.choose import Objectives
+from baton.router.placement.disaggregation import ALWAYS
 from baton.router.placement.policy import Choice, Demand
 from baton.router.placer import Placer
 from baton.router.prefix_index import Prefix
@@ -25,20 +26,29 @@ LOOKAHEAD = 2
 class Cluster:
     """The router's part of the work, over the product's placer and gates."""
 
-    def __init__(self, machine: Machine, names: tuple[str, str], objectives: Objectives, told: bool, seed: int) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        names: tuple[str, str],
+        objectives: Objectives,
+        told: bool,
+        seed: int,
+        disaggregation: str = ALWAYS,
+    ) -> None:
         self.clock, rng = Clock(), random.Random(seed)
         self.refused: list[Request] = []
-        self._placer = Placer(names, objectives, told, rng)
+        self._placer = Placer(names, objectives, told, rng, disaggregation)
         self.prefills: dict[Peer, PrefillWorker] = {}
         for number in range(machine.prefills):
             prefill = PrefillWorker(self.clock, machine, f"p{number}", machine.prefill_law, rng, self._computed)
             self.prefills[prefill.peer] = prefill
         self.decodes: dict[Peer, DecodeWorker] = {}
         for number in range(machine.decodes):
-            decode = DecodeWorker(self.clock, machine, f"d{number}", machine.decode_law, rng, self._ended)
+            decode = DecodeWorker(self.clock, machine, f"d{number}", rng, self._computed, self._ended)
             self.decodes[decode.peer] = decode
         self._gates = {peer: LookaheadGate(LOOKAHEAD * machine.step_tokens) for peer in self.prefills}
-        self._places: dict[LegId, tuple[Request, PrefillWorker, DecodeWorker]] = {}
+        self._places: dict[LegId, tuple[Request, PrefillWorker | None, DecodeWorker]] = {}
+        self.computed_on_decode = 0
         for role, worker in self._workers():
             self._placer.index.worker_up(worker.peer, worker.welcome(role))
             if self._placer.watches(role):
@@ -71,9 +81,14 @@ class Cluster:
             request.prompt = ()
             return
         prefill, decode = self.prefills[choices[0].peer], self.decodes[choices[1].peer]
-        self._places[request.leg] = request, prefill, decode
-        self._placer.to_prefill(request.leg, prefill.peer, demand, prefix)
+        if here := self._placer.computes_here(demand, prefix, prefill.site("prefill"), decode.site("decode")):
+            self.computed_on_decode += 1
+        self._places[request.leg] = request, None if here else prefill, decode
+        self._placer.to_prefill(request.leg, decode.peer if here else prefill.peer, demand, prefix)
         self._placer.to_decode(request.leg, decode.peer, demand, prefix)
+        if here:
+            decode.reserve(request, partial(decode.compute, request))
+            return
         self._open(self._gates[prefill.peer].enter(request.leg, len(request.prompt), priority=0, tenant=""))
 
     def _choose(self, role: str, demand: Demand, prefix: Prefix) -> Choice:
@@ -92,7 +107,12 @@ class Cluster:
     def _open(self, legs: Sequence[LegId]) -> None:
         for leg in legs:
             request, prefill, decode = self._places[leg]
-            decode.reserve(request, partial(prefill.submit, request))
+            if prefill is not None:
+                decode.reserve(request, partial(self._submit, prefill, request))
+
+    @staticmethod
+    def _submit(prefill: PrefillWorker, request: Request, cached: int) -> None:
+        prefill.submit(request)
 
     def _computed(self, request: Request) -> None:
         request.first_at = self.clock.now
@@ -103,7 +123,8 @@ class Cluster:
         else:
             decode.release(request)
             self._ended(request)
-        self._open(self._gates[prefill.peer].leave(request.leg))
+        if prefill is not None:
+            self._open(self._gates[prefill.peer].leave(request.leg))
 
     def _ended(self, request: Request) -> None:
         request.ended_at = self.clock.now

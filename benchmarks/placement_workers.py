@@ -15,8 +15,8 @@ from itertools import count
 from typing import Any
 
 from baton.engine.block_pool import BlockPool
+from baton.engine.prefill_scheduler import Chunk, PrefillScheduler
 from baton.engine.prefix_feed import PrefixFeed
-from baton.prefill_worker.scheduler import Chunk, PrefillScheduler
 from baton.proto import worker_pb2 as pb
 from baton.proto.kv_layout import block_count
 from baton.proto.leg import LegKey as WorkerLegKey
@@ -37,6 +37,7 @@ class Machine:
     pool: int
     block: int
     step_tokens: int
+    chunk_tokens: int  # of prompts that a decode worker computes, in one step
     prefill_law: StepTime
     decode_law: StepTime
 
@@ -67,6 +68,11 @@ class Request:
     def ttft(self) -> float:
         """Of a request that was served."""
         return (self.first_at or 0.0) - self.at
+
+    @property
+    def latency(self) -> float:
+        """Until the last token; likewise."""
+        return (self.ended_at or 0.0) - self.at
 
     @property
     def tpot(self) -> float:
@@ -111,6 +117,11 @@ class Worker:
         self._fit.observe(features, seconds)
         return seconds
 
+    def warm_up(self) -> None:
+        """It has run for a while: the law of its steps is known."""
+        for number in range(1, 33):
+            self.step_s((1.0, float(number), 200.0 * number * (1 + number % 7)))
+
     def site(self, role: str) -> Site:
         """As the router sees it."""
         law = self._fit.law
@@ -119,7 +130,8 @@ class Worker:
 
     def welcome(self, role: str) -> pb.Welcome:
         """What it says of itself."""
-        size, step = self.machine.block, self.machine.step_tokens
+        size = self.machine.block
+        step = self.machine.step_tokens if role == "prefill" else self.machine.chunk_tokens
         return pb.Welcome(role=role, block_size=size, total_blocks=self.pool.total, max_batch_tokens=step)
 
 
@@ -185,29 +197,35 @@ class PrefillWorker(Worker):
 
 
 class DecodeWorker(Worker):
-    """Reservations in line, and a batch whose steps are merged until somebody joins or ends."""
+    """Reservations in line, and a batch whose steps are merged until somebody joins or ends. While there are prompts to
+    compute here, each step has a chunk of them beside the batch. `computed(request)` is told of first tokens."""
 
     def __init__(
         self,
         clock: Clock,
         machine: Machine,
         name: str,
-        law: StepTime,
         rng: random.Random,
+        computed: Callable[[Request], None],
         ended: Callable[[Request], None],
     ) -> None:
-        super().__init__(clock, machine, name, law, rng)
+        super().__init__(clock, machine, name, machine.decode_law, rng)
+        self._computed = computed
         self._ended = ended
-        self._line: deque[tuple[Request, Callable[[], None]]] = deque()
+        self._line: deque[tuple[Request, Callable[[int], None]]] = deque()
         self._left: dict[Request, int] = {}  # steps until the end
         self._joining: list[Request] = []
+        self._prompts = PrefillScheduler(machine.chunk_tokens)
+        self._computing: dict[WorkerLegKey, Request] = {}
+        self._chunks: list[Chunk] = []  # of the step that runs
         self._context = 0
         self._since = self._step_s = 0.0
         self._version = 0
+        self._busy = self._turning = False
         self.sequence_s = 0.0
 
-    def reserve(self, request: Request, granted: Callable[[], None]) -> None:
-        """Blocks for all that it can come to hold."""
+    def reserve(self, request: Request, granted: Callable[[int], None]) -> None:
+        """Blocks for all that it can come to hold; `granted` is told how many tokens are cached."""
         self._line.append((request, granted))
         self._admit()
 
@@ -220,17 +238,30 @@ class DecodeWorker(Worker):
                 return
             self.pool.pin(shared)
             request.blocks = shared + self.pool.allocate(rest)
-            self.pool.record_lookup(len(request.prompt), len(shared) * self.pool.block_size)
+            cached = len(shared) * self.pool.block_size
+            self.pool.record_lookup(len(request.prompt), cached)
             self._line.popleft()
-            granted()
+            granted(cached)
+
+    def compute(self, request: Request, cached: int) -> None:
+        """Compute the prompt here, in the blocks that it has."""
+        self._computing[request.key] = request
+        self._prompts.add(request.key, len(request.prompt), cached)
+        self._wake()
 
     def join(self, request: Request) -> None:
         """All KV is here: it decodes from the next step on."""
         self.pool.publish(request.blocks, request.prompt, "")
         self._joining.append(request)
-        if not self._left:
+        self._wake()
+
+    def _wake(self) -> None:
+        """There is something new for the next step: merged ones end with the one that runs."""
+        if self._turning:
+            return
+        if not self._busy:
             self._turn(self._version)
-        else:  # at the end of the step that runs
+        elif not self._chunks:
             self._version += 1
             steps = int((self.clock.now - self._since) / self._step_s) + 1
             self.clock.at(self._since + steps * self._step_s, self._turn, self._version)
@@ -239,24 +270,48 @@ class DecodeWorker(Worker):
         """The steps since the last turn have run."""
         if version != self._version:
             return
-        if self._left:
-            steps = min(round((self.clock.now - self._since) / self._step_s), min(self._left.values()))
-            self.sequence_s += len(self._left) * (self.clock.now - self._since)
-            self._context += steps * len(self._left)
-            for request in self._left:
-                self._left[request] -= steps
-            for request in [request for request, left in self._left.items() if not left]:
-                self._end(request)
+        self._turning = True
+        if self._busy:
+            self._ran()
         for request in self._joining:
             self._left[request] = request.output - 1
             self._context += len(request.prompt)
         self._joining = []
         self._admit()
-        if self._left:
+        self._chunks = self._prompts.plan()
+        self._busy = bool(self._left or self._chunks)
+        if self._busy:
             self._since = self.clock.now
-            self._step_s = self.step_s((1.0, float(len(self._left)), float(self._context)))
+            self._step_s = self._next_s()
             self._version += 1
-            self.clock.at(self._since + min(self._left.values()) * self._step_s, self._turn, self._version)
+            steps = 1 if self._chunks else min(self._left.values())
+            self.clock.at(self._since + steps * self._step_s, self._turn, self._version)
+        self._turning = False
+
+    def _next_s(self) -> float:
+        batch = (1.0, float(len(self._left)), float(self._context))
+        if not self._chunks:
+            return self.step_s(batch)
+        _, tokens, squares = prefill_features([(chunk.start, chunk.stop) for chunk in self._chunks])
+        chunks_s = self.machine.prefill_law.seconds((0.0, tokens, squares))
+        return (self.law.seconds(batch) + chunks_s) * self._rng.uniform(1 - NOISE, 1 + NOISE)
+
+    def _ran(self) -> None:
+        passed_s = self.clock.now - self._since
+        if self._left:
+            steps = 1 if self._chunks else min(round(passed_s / self._step_s), min(self._left.values()))
+            self.sequence_s += len(self._left) * passed_s
+            self._context += steps * len(self._left)
+            for request in self._left:
+                self._left[request] -= steps
+            for request in [request for request, left in self._left.items() if not left]:
+                self._end(request)
+        complete = self._prompts.computed(self._chunks)
+        for chunk in self._chunks:
+            request = self._computing[chunk.key]
+            self.pool.publish(request.blocks, request.prompt[: chunk.stop], "")
+        for key in complete:
+            self._computed(self._computing.pop(key))
 
     def _end(self, request: Request) -> None:
         del self._left[request]

@@ -18,6 +18,7 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 PrefillPlacement = Literal[
     "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware"
 ]
+Disaggregation = Literal["always", "never", "conditional"]
 DecodePlacement = Literal[
     "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware", "transfer_aware"
 ]
@@ -84,6 +85,8 @@ class DecodePool(PoolSection):
     """Workers that generate."""
 
     max_sequences: Count = 64  # of one step
+    max_batch_tokens: Count = 128  # of prompts that are computed here (router.placement.disaggregation), beside the
+    # sequences of one step, which wait for them
 
 
 class PoolsSection(Section):
@@ -148,6 +151,8 @@ class PlacementSection(Section):
 
     prefill: PrefillPlacement = "least_loaded"
     decode: DecodePlacement = "least_loaded"
+    disaggregation: Disaggregation = "always"  # where a prompt is computed; always: on a prefill worker, never: on the
+    # decode worker that will decode it, conditional: there if that delays everybody less
     prefix_events: bool = (
         True  # workers tell routers what their prefix caches hold, where placement asks for it; false:
     )

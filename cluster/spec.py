@@ -207,6 +207,7 @@ class SpecBuilder:
             decode = DecodeParams(
                 **shared,
                 max_sequences=pools.decode.max_sequences,
+                max_batch_tokens=pools.decode.max_batch_tokens,
                 reserve_wait_s=self._config.clocks.reserve,
                 commit_timeout_s=self._config.clocks.commit,
                 speculation=speculation_params(self._config),
@@ -256,6 +257,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         membership_address=membership_address,
         prefill_placement=router.placement.prefill,
         decode_placement=router.placement.decode,
+        disaggregation=router.placement.disaggregation,
         prefix_events=router.placement.prefix_events,
         ttft_objective_s=tightest(config.slo.ttft),
         tpot_objective_s=tightest(config.slo.tpot),

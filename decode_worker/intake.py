@@ -71,11 +71,12 @@ class Waiting:
     leg: Leg
     session: int
     since: float
+    compute: bool
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Blocks held for a leg that is being prefilled elsewhere."""
+    """Blocks held for a leg that is being prefilled elsewhere or, with `compute`, here."""
 
     leg: Leg
     session: int
@@ -85,6 +86,8 @@ class Reservation:
     waited_s: float
     since: float
     progress: float  # when something of it happened last
+    compute: bool
+    chunks: int = 0  # of the prompt that were computed here
     arrived: set[int] = field(default_factory=set)  # ranks that hold all KV
     first: pb.FirstTokens | None = None
     bytes: int = 0
@@ -124,10 +127,10 @@ class Intake:
         """Choices that will join the batch."""
         return sum(len(reservation.leg.choices) for reservation in self.reserved.values())
 
-    def submit(self, session: int, leg: Leg, now: float) -> None:
-        """Join the line; a known key is ignored."""
+    def submit(self, session: int, leg: Leg, now: float, compute: bool = False) -> None:
+        """Join the line; a known key is ignored. compute: the prompt is computed here."""
         if leg.key not in self.waiting and leg.key not in self.reserved:
-            self.waiting[leg.key] = Waiting(leg, session, now)
+            self.waiting[leg.key] = Waiting(leg, session, now, compute)
 
     def admit(self, running: int, now: float) -> Reservation | None:
         """Give the head of the line its blocks, if they and its seats in the batch are free. `running`: seats taken."""
@@ -149,7 +152,8 @@ class Intake:
         cached = len(shared) * pool.block_size
         pool.record_lookup(leg.length, cached)
         del self.waiting[leg.key]
-        reservation = Reservation(leg, head.session, need, blocks, cached, now - head.since, now, now)
+        waited_s = now - head.since
+        reservation = Reservation(leg, head.session, need, blocks, cached, waited_s, now, now, head.compute)
         self.reserved[leg.key] = reservation
         return reservation
 
@@ -203,7 +207,7 @@ class Intake:
             *((w.leg.key, w.leg.deadline, _late) for w in self.waiting.values()),
             *((w.leg.key, w.since + wait, lambda: _full(wait)) for w in self.waiting.values()),
             *((r.leg.key, r.leg.deadline, _late) for r in self.reserved.values()),
-            *((r.leg.key, r.progress + limit, lambda: _silent(limit)) for r in self.reserved.values()),
+            *((r.leg.key, r.progress + limit, lambda: _silent(limit)) for r in self.reserved.values() if not r.compute),
         ]
 
 

@@ -3,6 +3,7 @@
 It joins the intake (reservations) to the scheduler (the batch) over one block pool:
 
     waiting --blocks--> reserved --all KV + first tokens--> a sequence per choice in the batch --finished--> gone
+    (whose KV comes from a prefill worker, or is computed here: prompts.py)
 
                                               a sequence --Hold, at the step boundary--> held --> see outgoing.py
 
@@ -30,6 +31,7 @@ from . import scheduler as batch
 from .effects import CancelSend, Copy, Effect, Expect, Forget, Send, Tell, failed, token_message
 from .intake import Intake, Reservation, refuse_what_never_fits
 from .outgoing import Outgoing
+from .prompts import Prompts
 from .scheduler import DecodeScheduler, SequenceId
 
 # How many tokens may be proposed for each sequence of a step, beyond the one that it draws in any case.
@@ -51,11 +53,18 @@ class DecodeLegs:
     """Times are the caller's monotonic clock. Every method that can change something returns the effects of it."""
 
     def __init__(
-        self, pool: BlockPool, intake: Intake, scheduler: DecodeScheduler, max_sequences: int, max_model_len: int
+        self,
+        pool: BlockPool,
+        intake: Intake,
+        scheduler: DecodeScheduler,
+        prompts: Prompts,
+        max_sequences: int,
+        max_model_len: int,
     ) -> None:
         self.pool = pool
         self.intake = intake
         self.scheduler = scheduler
+        self.prompts = prompts
         self.outgoing = Outgoing(pool, intake.ranks, intake.commit_timeout_s)
         self.steps = 0
         self.preemptions = 0
@@ -75,6 +84,7 @@ class DecodeLegs:
         return pb.Load(
             running=len(self._running),
             waiting=len(self.intake.waiting),
+            waiting_tokens=self.prompts.tokens_left,
             used_blocks=self.pool.used,
             cached_blocks=self.pool.cached,
             total_blocks=self.pool.total,
@@ -82,16 +92,18 @@ class DecodeLegs:
             preemptions=self.preemptions,
             prefix_hit_tokens=self.pool.prefix_hit_tokens,
             prefix_query_tokens=self.pool.prefix_query_tokens,
+            computed_prompt_tokens=self.prompts.computed_tokens,
             held_legs=len(self.intake.reserved) + len(self.outgoing),
         )
 
     # ---- from routers ----------------------------------------------------------------------------------------------
 
-    def submit(self, session: int, leg: Leg, now: float) -> list[Effect]:
-        """A reservation. Raises InvalidRequest when it could never run here. A known key is ignored."""
+    def submit(self, session: int, leg: Leg, now: float, compute: bool = False) -> list[Effect]:
+        """A reservation; compute: its prompt is computed here. Raises InvalidRequest when it could never run here. A
+        known key is ignored."""
         refuse_what_never_fits(leg, self.pool, self._max_sequences, self._max_model_len)
         if not self._sequences(leg.key):
-            self.intake.submit(session, leg, now)
+            self.intake.submit(session, leg, now, compute)
         return []
 
     def cancel(self, key: LegKey) -> list[Effect]:
@@ -103,8 +115,9 @@ class DecodeLegs:
         reservation = self.intake.take(key)
         if reservation is None:
             return effects
+        self.prompts.forget(key)
         self.pool.release(reservation.blocks)
-        return [*effects, Forget(key), *_stop_giving(reservation)]
+        return [*effects, *_stop_receiving(reservation), *_stop_giving(reservation)]
 
     def end_choices(self, key: LegKey, choices: Collection[int]) -> list[Effect]:
         """These choices leave the batch, or wherever they are held, and give back their blocks; the leg is over with
@@ -207,6 +220,9 @@ class DecodeLegs:
             reservation = self.intake.admit(len(self._running), now)
             if reservation is None:
                 break
+            if reservation.compute:
+                self.prompts.begin(reservation)
+                continue
             leg, table = reservation.leg, tuple(reservation.blocks[: reservation.need.table])
             effects.append(
                 Expect(reservation.session, leg.key, table, reservation.cached, leg.length, reservation.waited_s)
@@ -255,6 +271,26 @@ class DecodeLegs:
                     self._leave(name)
                     break
         return [Tell(session, pb.WorkerEvent(tokens=tokens)) for session, tokens in said.items()] + effects
+
+    def plan_prompts(self) -> list[SequenceStep]:
+        """After `admit`: the chunks of prompts that run beside the batch in the same step."""
+        return self.prompts.plan(self.intake.reserved)
+
+    def prompts_computed(
+        self, steps: Sequence[SequenceStep], drawn: Sequence[Sequence[SampledToken]], now: float
+    ) -> list[Effect]:
+        """These chunks ran; `drawn` has a row for each that draws. A whole prompt's choices join the batch."""
+        effects: list[Effect] = []
+        for reservation, first in self.prompts.computed(self.intake.reserved, steps, drawn, now):
+            key = reservation.leg.key
+            effects.append(Tell(reservation.session, pb.WorkerEvent(first=first)))
+            if all(token.finish_reason for token in first.tokens):
+                effects += self.cancel(key)
+                continue
+            for rank in range(self.intake.ranks):
+                self.intake.arrived(key, rank, 0, 0, now)
+            effects += self._commit(self.intake.first_tokens(key, first, now), now)
+        return effects
 
     # ---- Blocks, for the scheduler ---------------------------------------------------------------------------------
 
@@ -332,7 +368,7 @@ class DecodeLegs:
         )
         repeated = pb.Tokens(tokens=[_step_token(leg, token) for token in first.tokens])
         return [
-            Forget(leg.key),
+            *_stop_receiving(reservation),
             *_stop_giving(reservation),  # who has the whole prompt needs no part of it
             *self._fork(reservation, [token for token in first.tokens if not token.finish_reason]),
             Tell(reservation.session, pb.WorkerEvent(committed=committed)),
@@ -360,6 +396,10 @@ class DecodeLegs:
         if not going_on:
             self.pool.release(blocks[: need.shared])
         return [Copy(tuple(pairs))] if pairs else []
+
+
+def _stop_receiving(reservation: Reservation) -> list[Effect]:
+    return [] if reservation.compute else [Forget(reservation.leg.key)]
 
 
 def _stop_giving(reservation: Reservation) -> list[Effect]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..engine.block_pool import BlockPool
 from ..engine.channel import FollowerChannel, LeaderChannel, Message, RankLost
+from ..engine.prefill_scheduler import PrefillScheduler
 from ..engine.rank_start import RankParams, await_followers, start_follower, start_leader
 from ..engine.runner import Runner
 from ..engine.speculation_start import start_speculation
@@ -24,6 +25,7 @@ from .effects import Send
 from .intake import Intake
 from .legs import DecodeLegs
 from .params import DecodeParams
+from .prompts import Prompts
 from .scheduler import DecodeScheduler
 from .worker import DecodeEngine, send_all
 
@@ -64,7 +66,9 @@ def _book(params: DecodeParams, runner: Runner) -> DecodeLegs:
     pool = BlockPool(runner.blocks, params.engine.block_size, params.engine.prefix_cache)
     ranks, seats = params.engine.tensor_parallel, params.max_sequences
     intake = Intake(pool, ranks, seats, params.reserve_wait_s, params.commit_timeout_s)
-    return DecodeLegs(pool, intake, DecodeScheduler(params.engine.block_size), seats, runner.max_model_len)
+    prompts = Prompts(pool, PrefillScheduler(params.max_batch_tokens))
+    scheduler = DecodeScheduler(params.engine.block_size)
+    return DecodeLegs(pool, intake, scheduler, prompts, seats, runner.max_model_len)
 
 
 def _serve(
@@ -96,6 +100,7 @@ def _welcome(params: DecodeParams, runner: Runner) -> pb.Welcome:
         total_blocks=runner.blocks,
         clock=clock_name(),
         max_sequences=params.max_sequences,
+        max_batch_tokens=params.max_batch_tokens,
     )
 
 

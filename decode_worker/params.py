@@ -24,6 +24,7 @@ class DecodeParams:
     heartbeat_s: float
     dead_after_s: float  # a router silent for so long has lost its session
     max_sequences: int  # choices that run, or hold a reservation, at the same time
+    max_batch_tokens: int  # of prompts that it computes itself: in one step, beside the batch
     reserve_wait_s: float  # longest wait for blocks before a reservation is refused
     commit_timeout_s: float  # from ticket to commit, or from one sign of progress to the next; also of held blocks
     speculation: SpeculationParams

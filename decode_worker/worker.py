@@ -26,7 +26,7 @@ from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, InternalError, from_wire
 from ..proto.failpoints import reach
 from ..proto.leg import LegKey, key_of, parse_leg, ref_of
-from ..proto.step_time import StepTimeFit, decode_features
+from ..proto.step_time import StepTimeFit, decode_features, prefill_features
 from ..proto.worker_loop import Commands, Events, SessionEnded, drain_into, seconds_until
 from .effects import CancelSend, Copy, Effect, Expect, Forget, Send, Tell, failed
 from .legs import DecodeLegs
@@ -57,9 +57,10 @@ class DecodeEngine:
         self._inbox = inbox
         self._speculator = speculator
         self._feed = PrefixFeed(legs.pool)
-        self._fit = StepTimeFit()
+        self._fit, self._prompt_fit = StepTimeFit(), StepTimeFit()
         self._events: Events = {}
-        self._steps: list[SequenceStep] = []  # scheduled
+        self._steps: list[SequenceStep] = []  # of the batch, scheduled
+        self._chunks: list[SequenceStep] = []  # of prompts, to run beside them
 
     def handle(self, item: object) -> None:
         """Commands, ended sessions, and reports of the transfer on any rank."""
@@ -85,22 +86,26 @@ class DecodeEngine:
         self._steps, told = self._legs.plan(self._speculator.lengths if self._speculator else None)
         self._perform(told)
         self._perform(self._legs.admit(now))
-        return bool(self._steps)
+        self._chunks = self._legs.plan_prompts()
+        return bool(self._steps or self._chunks)
 
     def run(self) -> None:
-        """One token for each sequence of the batch, or more where proposals stand."""
+        """One token for each sequence of the batch, or more where proposals stand; and chunks of prompts."""
         reach("decode.step")
         began = time.monotonic()
         if self._speculator is not None:
             self._steps = self._speculator.extend(self._steps)
-        drawn = self._runner.decode(self._steps)
+        steps, chunks = self._steps, self._chunks
+        rows = self._runner.prefill([*steps, *chunks], None) if chunks else self._runner.decode(steps)
         ended_at = time.monotonic()
-        self._fit.observe(decode_features([step.end for step in self._steps]), ended_at - began)
+        self._learn(ended_at - began)
+        drawn, first = rows[: len(steps)], rows[len(steps) :]
         if self._speculator is not None:
-            self._speculator.observe(self._steps, drawn)
+            self._speculator.observe(steps, drawn)
         reach("decode.step_done")
         drain_into(self._inbox, self)
-        self._perform(self._legs.computed(self._steps, drawn, ended_at))
+        self._perform(self._legs.computed(steps, drawn, ended_at))
+        self._perform(self._legs.prompts_computed(chunks, first, ended_at))
 
     def wake_in(self) -> float | None:
         """Until the next deadline of a reservation, or of blocks that are held."""
@@ -122,7 +127,22 @@ class DecodeEngine:
             load.spec_accepted_tokens = self._speculator.accepted_tokens
         if (law := self._fit.law) is not None:
             load.step_time.CopyFrom(pb.StepTime(a=law.a, b=law.b, c=law.c))
+        if (law := self._prompt_fit.law) is not None:
+            load.prefill_time.CopyFrom(pb.StepTime(a=law.a, b=law.b, c=law.c))
         return load
+
+    def _learn(self, seconds: float) -> None:
+        """How long the step took: what chunks added is what the law of steps without them does not explain."""
+        batch = decode_features([step.end for step in self._steps])
+        if not self._chunks:
+            self._fit.observe(batch, seconds)
+            return
+        if self._steps:
+            if (law := self._fit.law) is None:
+                return
+            seconds -= law.seconds(batch)
+        _, tokens, squares = prefill_features([(step.start, step.end) for step in self._chunks])
+        self._prompt_fit.observe((0.0, tokens, squares), seconds)
 
     def fail_all(self, error: BatonError) -> None:
         """Only the routers are told: the ranks may be out of reach."""
@@ -133,7 +153,7 @@ class DecodeEngine:
     def _command(self, session: int, command: pb.RouterCommand, now: float) -> list[Effect]:
         match command.WhichOneof("command"):
             case "reserve":
-                return self._submit(session, command.reserve.leg, now)
+                return self._submit(session, command.reserve.leg, command.reserve.compute, now)
             case "hold":
                 return self._legs.hold(key_of(command.hold.leg), command.hold.choice)
             case "handover":
@@ -156,11 +176,11 @@ class DecodeEngine:
                 log.warning("a decode worker takes no %s", other)
                 return []
 
-    def _submit(self, session: int, message: pb.Leg, now: float) -> list[Effect]:
+    def _submit(self, session: int, message: pb.Leg, compute: bool, now: float) -> list[Effect]:
         try:
             leg = parse_leg(message, self._runner.vocab_size, self._runner.max_model_len, now)
             self._runner.guide.expect(leg.sampling.grammar)
-            return self._legs.submit(session, leg, now)
+            return self._legs.submit(session, leg, now, compute)
         except BatonError as error:
             return [Tell(session, failed(key_of(message), error))]
         except Exception as error:

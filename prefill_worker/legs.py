@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..engine.block_pool import BlockPool
+from ..engine.prefill_scheduler import Chunk, PrefillScheduler
 from ..engine.step import Draw, PromptScores, SampledToken, SequenceStep
 from ..kv_transfer.events import Sent
 from ..kv_transfer.send_reports import SendReports
@@ -43,7 +44,6 @@ from .effects import (
     unsent,
 )
 from .entry import Entry, Order, Phase, first_event, repeated, scores_event
-from .scheduler import Chunk, PrefillScheduler
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..engine.block_pool import BlockPool
 from ..engine.channel import FollowerChannel, LeaderChannel, Message, RankLost
+from ..engine.prefill_scheduler import PrefillScheduler
 from ..engine.rank_start import RankParams, await_followers, start_follower, start_leader
 from ..engine.runner import Runner
 from ..engine.step import unpack_plan
@@ -22,7 +23,6 @@ from ..proto.worker_serve import Beside, Stop, serve_worker
 from .effects import ExpectPrefix, OpenTransfer
 from .legs import PrefillLegs, Rules
 from .params import PrefillParams
-from .scheduler import PrefillScheduler
 from .worker import PrefillEngine, expect_prefix, open_transfer, push_layers
 
 _POLL_S = 0.2

@@ -110,10 +110,12 @@ class Leg(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choices: _Optional[_Iterable[int]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("leg",)
+    __slots__ = ("leg", "compute")
     LEG_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_FIELD_NUMBER: _ClassVar[int]
     leg: Leg
-    def __init__(self, leg: _Optional[_Union[Leg, _Mapping]] = ...) -> None: ...
+    compute: bool
+    def __init__(self, leg: _Optional[_Union[Leg, _Mapping]] = ..., compute: _Optional[bool] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("leg", "ticket")
@@ -254,7 +256,7 @@ class Welcome(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., lookahead: _Optional[int] = ..., clock: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "used_blocks", "cached_blocks", "total_blocks", "steps", "preemptions", "prefix_hit_tokens", "prefix_query_tokens", "computed_prompt_tokens", "held_legs", "fetched_prompt_tokens", "spec_drafts", "spec_draft_tokens", "spec_accepted_tokens", "step_time")
+    __slots__ = ("running", "waiting", "waiting_tokens", "used_blocks", "cached_blocks", "total_blocks", "steps", "preemptions", "prefix_hit_tokens", "prefix_query_tokens", "computed_prompt_tokens", "held_legs", "fetched_prompt_tokens", "spec_drafts", "spec_draft_tokens", "spec_accepted_tokens", "step_time", "prefill_time")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +274,7 @@ class Load(_message.Message):
     SPEC_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPEC_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TIME_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -289,7 +292,8 @@ class Load(_message.Message):
     spec_draft_tokens: int
     spec_accepted_tokens: int
     step_time: StepTime
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., held_legs: _Optional[int] = ..., fetched_prompt_tokens: _Optional[int] = ..., spec_drafts: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., step_time: _Optional[_Union[StepTime, _Mapping]] = ...) -> None: ...
+    prefill_time: StepTime
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., held_legs: _Optional[int] = ..., fetched_prompt_tokens: _Optional[int] = ..., spec_drafts: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., step_time: _Optional[_Union[StepTime, _Mapping]] = ..., prefill_time: _Optional[_Union[StepTime, _Mapping]] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("a", "b", "c")

@@ -27,6 +27,7 @@ from .metrics import Metrics, RouterState, WorkerState
 from .moves import Moves
 from .params import RouterParams
 from .placement.choose import Objectives
+from .placement.disaggregation import NEVER
 from .placer import Placer
 from .requests import ChoiceEnd, Prepared
 from .sessions import Member, SessionPool
@@ -53,7 +54,7 @@ class Core:
         self.sessions = SessionPool(params.router_id, params.heartbeat_s, params.dead_after_s, self)
         objectives = Objectives(params.ttft_objective_s, params.tpot_objective_s)
         names = params.prefill_placement, params.decode_placement
-        placer = Placer(names, objectives, params.prefix_events, rng)
+        placer = Placer(names, objectives, params.prefix_events, rng, params.disaggregation)
         self.lives = Lives(self.sessions, placer, self, asyncio.get_running_loop().call_later)
         self.moves = Moves(self.sessions, self.lives)
 
@@ -70,10 +71,11 @@ class Core:
         if self._leaving:
             return "stopping"
         prefill, decode = self.sessions.ready("prefill"), self.sessions.ready("decode")
-        missing = [role for role, sessions in (("prefill", prefill), ("decode", decode)) if not sessions]
+        alone = self._params.disaggregation == NEVER  # no prompt goes to a prefill worker
+        missing = [role for role, there in (("prefill", prefill or alone), ("decode", decode)) if not there]
         if missing:
             return f"no {' and no '.join(missing)} worker is ready"
-        if not {model_of(session) for session in prefill} & {model_of(session) for session in decode}:
+        if not alone and not {model_of(session) for session in prefill} & {model_of(session) for session in decode}:
             return "no prefill and decode worker serve the same model"
         return ""
 
@@ -205,6 +207,7 @@ class Core:
             case "first":
                 metrics.recomputed_tokens.inc(by=live.recomputed(event.first))
                 record.prefilled(event.first, time.monotonic(), clock)
+                metrics.prefilled_on_decode.inc(by=_computed_here(live, event.first.leg))
             case "sent":
                 record.sent(event.sent)
                 self.lives.dispatcher.sent(live, event.sent)
@@ -212,7 +215,8 @@ class Core:
                 metrics.transfer_bytes.observe(event.sent.bytes)
             case "committed":
                 record.committed(event.committed, time.monotonic(), clock)
-                metrics.transfers.inc("ok")
+                if not _computed_here(live, event.committed.leg):
+                    metrics.transfers.inc("ok")
             case "preempted":
                 metrics.preemptions.inc()
             case "unsent":
@@ -306,3 +310,9 @@ class Core:
             _log.warning("the story of a request that failed (%s):\n%s", error.code, story)
         if not len(self.lives):
             self._idle.set()
+
+
+def _computed_here(live: Live, ref: pb.LegRef) -> bool:
+    """Whether the leg's decode worker computes its prompt."""
+    leg = live.life.legs.get(ref.attempt)
+    return leg is not None and leg.prefill is None

@@ -12,6 +12,7 @@ from .gate import LookaheadGate
 from .life_messages import LegKey, Peer
 from .live import Live
 from .outstanding import LegId, Room
+from .placement.disaggregation import ALWAYS, NEVER
 from .placement.policy import Choice, Demand
 from .placer import Placer, Site
 from .prefix_index import Prefix
@@ -87,7 +88,9 @@ class Dispatcher:
         source = self._sessions.get(placed.prefill) if placed is not None and placed.prefill else None
         target = self._sessions.get(placed.decode) if placed is not None and placed.decode else None
         if source is not None and target is not None:
-            self.placer.rates.observe(site(source).host, site(target).host, report.bytes, report.transfer_s)
+            way = site(source).host, site(target).host
+            self.placer.rates.observe(*way, report.bytes, report.transfer_s)
+            self.placer.rates.observe_late(*way, report.exposed_s)
 
     def _watch(self, peer: Peer) -> None:
         session = self._sessions.get(peer)
@@ -102,13 +105,18 @@ class Dispatcher:
             self._place_beside(live, action, action.source)
             return
         demand, prefix = _demand(live, action), _prefix(live, action)
-        prefills = self._sessions.ready("prefill")
-        prefill, first = self._choose("prefill", demand, prefix, prefills, None, action)
+        prefill, first = None, None
+        if self.placer.disaggregation != NEVER:
+            prefill, first = self._choose("prefill", demand, prefix, self._sessions.ready("prefill"), None, action)
         decode, second = None, None
-        if prefill is not None and action.needs_decode:
-            alike = [s for s in self._sessions.ready("decode") if model_of(s) == model_of(prefill)]
+        if action.needs_decode or (prefill is None and self.placer.disaggregation != ALWAYS):
+            ready = self._sessions.ready("decode")
+            alike = [s for s in ready if prefill is None or model_of(s) == model_of(prefill)]
             decode, second = self._choose("decode", demand, prefix, alike, prefill, action)
-        if prefill is None or (action.needs_decode and decode is None):
+        here = decode is not None and self._computes_here(demand, prefix, prefill, decode)
+        if here:
+            prefill, first = None, None
+        elif prefill is None or (action.needs_decode and decode is None):
             error = _nobody("decode" if prefill else "prefill", action)
             if action.patient and error is not action.refused:
                 self._unplaced[LegId(live.request_id, action.leg)] = live, action
@@ -120,12 +128,16 @@ class Dispatcher:
             self._report(live.request_id, m.Unplaceable(action.leg, _late(late_s)))
             return
         leg_id = LegId(live.request_id, action.leg)
-        self.placer.to_prefill(leg_id, prefill.member.peer, demand, prefix)
-        if decode is not None:
-            self.placer.to_decode(leg_id, decode.member.peer, demand, prefix)
-        live.record.placed(prefill.member.peer.worker_id, decode.member.peer.worker_id if decode else "")
-        decode_peer = decode.member.peer if decode else None
-        self._report(live.request_id, m.Placed(action.leg, prefill.member.peer, decode_peer))
+        first_peer, decode_peer = (s.member.peer if s is not None else None for s in (prefill, decode))
+        if (computes := first_peer or decode_peer) is not None:
+            self.placer.to_prefill(leg_id, computes, demand, prefix)
+        if decode_peer is not None:
+            self.placer.to_decode(leg_id, decode_peer, demand, prefix)
+        live.record.placed(*(peer.worker_id if peer is not None else "" for peer in (first_peer, decode_peer)))
+        self._report(live.request_id, m.Placed(action.leg, first_peer, decode_peer))
+
+    def _computes_here(self, demand: Demand, prefix: Prefix, prefill: Session | None, decode: Session) -> bool:
+        return self.placer.computes_here(demand, prefix, site(prefill) if prefill is not None else None, site(decode))
 
     def _place_beside(self, live: Live, action: m.Place, source: Peer) -> None:
         """Another decode worker for KV that `source` has; one with room for it now, where there is one."""
@@ -208,8 +220,8 @@ class Dispatcher:
         if session is None:
             return
         match action:
-            case m.Reserve(leg):
-                command = pb.RouterCommand(reserve=pb.Reserve(leg=_leg(live, leg)))
+            case m.Reserve(leg, _, compute):
+                command = pb.RouterCommand(reserve=pb.Reserve(leg=_leg(live, leg), compute=compute))
             case m.Prefill(leg, _, ticket):
                 command = pb.RouterCommand(prefill=pb.Prefill(leg=_leg(live, leg), ticket=ticket))
             case m.HandOver(leg, _, ticket, held):

@@ -20,7 +20,7 @@ class Leg:
     avoid: frozenset[Peer]
     generated: list[int]  # output of the only choice that its KV begins with, beside the prompt; [] for a first pass
     state: LegState = LegState.PLACING
-    prefill: Peer | None = None  # the source of the KV: a decode worker too, when a choice moves
+    prefill: Peer | None = None  # the source of the KV: D1 too, when a choice moves; None: D computes the prompt
     decode: Peer | None = None
     ticket: bytes = b""
     held: LegKey | None = None  # under which key the source knows the KV; None: there is none yet
@@ -33,6 +33,8 @@ def command(do: Do, leg: Leg) -> list[Action]:
     match do:
         case Do.RESERVE if leg.decode:
             return [m.Reserve(leg.key, leg.decode)]
+        case Do.COMPUTE if leg.decode:
+            return [m.Reserve(leg.key, leg.decode, compute=True)]
         case Do.PREFILL if leg.prefill:
             leg.held = leg.key
             return [m.Prefill(leg.key, leg.prefill, leg.ticket)]

@@ -5,15 +5,19 @@ worker D.
 
     PLACING -> QUEUED -> RESERVING -> PREFILLING -> HANDOVER -> DECODING -> OVER
 
+Where D computes the prompt itself, no P takes part (placement/disaggregation.py):
+
+    PLACING -> COMPUTING -> DECODING -> OVER
+
 A leg may also begin with KV that exists: P computed it, or is computing it, for a leg whose D was lost before it
 committed; or a decode worker took the choice out of its batch for it (migration). In both cases that worker is the
 leg's source, and nothing is prefilled:
 
     REPLACING -> REBOOKING -> RESENDING -> DECODING -> OVER
 
-Who holds what: in RESERVING and REBOOKING and later D may hold a reservation; in PREFILLING, HANDOVER and RESENDING the
-source holds the KV until it is told to release or cancel; in REPLACING and REBOOKING it holds the KV too, under the key
-of the leg before; in DECODING only D holds anything.
+Who holds what: in RESERVING, COMPUTING, REBOOKING and later D may hold a reservation; in PREFILLING, HANDOVER and
+RESENDING the source holds the KV until it is told to release or cancel; in REPLACING and REBOOKING it holds the KV too,
+under the key of the leg before; in DECODING only D holds anything.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ class LegState(Enum):
     RESERVING = "reserving"  # D was asked for blocks
     PREFILLING = "prefilling"  # P has the prompt; no token yet
     HANDOVER = "handover"  # first token out, D has not committed
+    COMPUTING = "computing"  # D was asked for blocks, and to compute the prompt in them
     REPLACING = "replacing"  # the source holds the KV; no D chosen yet
     REBOOKING = "rebooking"  # that D was asked for blocks
     RESENDING = "resending"  # the source was told to send to it; D has not committed
@@ -41,6 +46,7 @@ class LegEvent(Enum):
     """What can happen to a leg. GONE: failed there in a way that may be tried again, or the worker was lost."""
 
     PLACED = "placed"
+    PLACED_TOGETHER = "placed, D computes"
     LET_THROUGH = "let through"
     LET_THROUGH_ALONE = "let through, no decode worker needed"
     TICKET = "ticket"
@@ -68,6 +74,7 @@ class Do(Enum):
     ENTER_GATE = "wait for the prefill worker's lookahead"
     RESERVE = "ask D for blocks"
     PREFILL = "send P the prompt"
+    COMPUTE = "D computes the prompt, once it has blocks"
     EMIT = "give the tokens to the client"
     RELEASE_PREFILL = "P may free the prompt's blocks"
     CANCEL_PREFILL = "P forgets the leg"
@@ -94,6 +101,7 @@ _HELD_BOTH = (Do.CANCEL_HELD, Do.CANCEL_DECODE)
 
 TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.PLACING, _E.PLACED): Rule(_S.QUEUED, (Do.ENTER_GATE,)),
+    (_S.PLACING, _E.PLACED_TOGETHER): Rule(_S.COMPUTING, (Do.COMPUTE,)),
     (_S.PLACING, _E.STOPPED): Rule(_S.OVER),
     (_S.PLACING, _E.DROP): Rule(_S.OVER),
     #
@@ -129,6 +137,13 @@ TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.HANDOVER, _E.FINISHED): Rule(_S.OVER, (Do.RELEASE_PREFILL, Do.CANCEL_DECODE)),
     (_S.HANDOVER, _E.STOPPED): Rule(_S.OVER, _BOTH),
     (_S.HANDOVER, _E.DROP): Rule(_S.OVER, _BOTH),
+    #
+    (_S.COMPUTING, _E.FIRST_TOKENS): Rule(_S.COMPUTING, (Do.EMIT,)),
+    (_S.COMPUTING, _E.COMMITTED): Rule(_S.DECODING),
+    (_S.COMPUTING, _E.DECODE_GONE): Rule(_S.OVER, (Do.AGAIN,)),
+    (_S.COMPUTING, _E.FINISHED): Rule(_S.OVER),
+    (_S.COMPUTING, _E.STOPPED): Rule(_S.OVER, (Do.CANCEL_DECODE,)),
+    (_S.COMPUTING, _E.DROP): Rule(_S.OVER, (Do.CANCEL_DECODE,)),
     #
     (_S.REPLACING, _E.PLACED): Rule(_S.REBOOKING, (Do.RESERVE,)),
     (_S.REPLACING, _E.FIRST_TOKENS): Rule(_S.REPLACING, (Do.EMIT,)),  # of the leg before
@@ -169,4 +184,5 @@ TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.DECODING, _E.DROP): Rule(_S.OVER, (Do.CANCEL_DECODE,)),
 }
 
-AT_PREFILL = frozenset({_S.QUEUED, _S.RESERVING, _S.PREFILLING})  # the leg still counts against P's lookahead
+# the leg still counts against the lookahead of whoever computes its prompt
+AT_PREFILL = frozenset({_S.QUEUED, _S.RESERVING, _S.PREFILLING, _S.COMPUTING})

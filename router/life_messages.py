@@ -29,10 +29,10 @@ class LegKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Workers were chosen; `decode` is None when the leg needs none."""
+    """Workers were chosen. `decode` is None when the leg needs none, `prefill` when `decode` computes the prompt."""
 
     leg: LegKey
-    prefill: Peer
+    prefill: Peer | None
     decode: Peer | None
 
 
@@ -62,7 +62,7 @@ class Ticketed:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """The prefill worker sampled one token for each choice of the leg."""
+    """Whoever computed the prompt sampled one token for each choice of the leg."""
 
     leg: LegKey
     peer: Peer
@@ -235,10 +235,11 @@ class EnterGate:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask the decode worker for blocks."""
+    """Ask the decode worker for blocks; compute: and to compute the prompt."""
 
     leg: LegKey
     peer: Peer
+    compute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +331,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOver:
-    """The leg no longer occupies its prefill worker's compute."""
+    """The leg's prompt is computed, or will not be: it occupies nobody's compute any more."""
 
     leg: LegKey
 

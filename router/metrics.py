@@ -105,6 +105,9 @@ class Metrics:
         self.cancellations = self._counter(
             "baton_cancellations", "Cancelled requests by the phase they were in", "phase"
         )
+        self.prefilled_on_decode = self._counter(
+            "baton_prefilled_on_decode", "Prompts that the decode worker computed itself"
+        )
         self.retries = self._counter("baton_retries", "Legs placed again after a failure", "leg")
         self.migrations = self._counter("baton_migrations", "Legs placed again: not begun, or in mid-answer", "kind")
         self.handovers = self._counter("baton_legs_handed_over", "Legs that went on with KV that existed", "cause")

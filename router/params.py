@@ -62,6 +62,7 @@ class RouterParams:
     membership_address: str  # of the controller's Membership service
     prefill_placement: str  # a name in placement.choose.PREFILL
     decode_placement: str  # in DECODE
+    disaggregation: str  # in placement.disaggregation.POLICIES
     prefix_events: bool  # workers say what their prefix caches hold, where placement asks for it; else it is guessed
     ttft_objective_s: float | None  # latency-aware placement refuses what it predicts to miss them; None: nothing
     tpot_objective_s: float | None

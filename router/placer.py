@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..proto import worker_pb2 as pb
@@ -11,6 +12,7 @@ from ..proto.step_time import StepTime
 from .life_messages import Peer
 from .outstanding import LegId, Outstanding, Work
 from .placement.choose import DECODE, PREFILL, Objectives, choose
+from .placement.disaggregation import ALWAYS, POLICIES
 from .placement.policy import Candidate, Choice, Demand, Policy
 from .prefix_index import Prefix, PrefixIndex
 from .transfer_rates import TransferRates
@@ -26,15 +28,26 @@ class Site(NamedTuple):
 
 
 class Placer:
-    """`names`: of the policies for the prefill and the decode pool. `told`: see PrefixIndex."""
+    """`names`: of the policies for the prefill and the decode pool. `told`: see PrefixIndex. `disaggregation`: a name
+    in placement/disaggregation.py."""
 
-    def __init__(self, names: tuple[str, str], objectives: Objectives, told: bool, rng: random.Random) -> None:
+    def __init__(
+        self,
+        names: tuple[str, str],
+        objectives: Objectives,
+        told: bool,
+        rng: random.Random,
+        disaggregation: str = ALWAYS,
+    ) -> None:
         self._policies: dict[str, Policy] = {
             "prefill": PREFILL[names[0]](objectives),
             "decode": DECODE[names[1]](objectives),
         }
         self._loads = {"prefill": Outstanding(), "decode": Outstanding()}
         self._rng = rng
+        self.disaggregation = disaggregation
+        self.on_decode = POLICIES[disaggregation]
+        self._tpot_s = objectives.tpot_s
         self.index = PrefixIndex(told)
         self.rates = TransferRates()
 
@@ -66,8 +79,19 @@ class Placer:
             may_use_avoided=may_use_avoided,
         )
 
+    def computes_here(self, demand: Demand, prefix: Prefix, prefill: Site | None, decode: Site) -> bool:
+        """Whether the decode worker computes the leg's prompt; without a prefill worker it does, if it ever may."""
+        if prefill is None:
+            return self.disaggregation != ALWAYS
+        late_s = self.rates.late_s(prefill.host, decode.host)
+        away, there = self._candidate("prefill", prefill, prefix, 1.0), self._candidate("decode", decode, prefix, 1.0)
+        law = decode.load.prefill_time
+        known = StepTime(law.a, law.b, law.c) if decode.load.HasField("prefill_time") else None
+        here = replace(self._candidate("prefill", decode, prefix, 1.0), law=known)
+        return self.on_decode(demand, away, there, here, late_s, self._tpot_s)
+
     def to_prefill(self, leg: LegId, peer: Peer, demand: Demand, prefix: Prefix) -> None:
-        """The leg was placed on that prefill worker."""
+        """The leg's prompt is computed on that worker."""
         cached = self._cached("prefill", peer, prefix)
         self._loads["prefill"].add(leg, peer, Work(demand.tokens - cached, demand.tokens**2 - cached**2, 1))
         self._sent("prefill", peer, prefix)

@@ -111,9 +111,10 @@ class RequestLife:
     def _leg_event(self, leg: Leg, event: m.Event) -> list[Action]:
         match event:
             case m.Placed(_, prefill, decode):
-                if leg.state in (LegState.PLACING, LegState.REPLACING):
+                placed = LegEvent.PLACED if prefill else LegEvent.PLACED_TOGETHER
+                if (leg.state, placed) in TABLE:
                     leg.prefill, leg.decode = prefill, decode
-                return self._step(leg, LegEvent.PLACED)
+                return self._step(leg, placed)
             case m.Unplaceable(_, error):
                 return self._end(error) if leg.state is LegState.PLACING else self._step(leg, LegEvent.NO_PLACE, error)
             case m.LetThrough():
@@ -122,7 +123,7 @@ class RequestLife:
                 if leg.state in (LegState.RESERVING, LegState.REBOOKING):
                     leg.ticket = ticket
                 return self._step(leg, LegEvent.TICKET)
-            case m.FirstTokens(_, peer, tokens) if peer == leg.prefill:
+            case m.FirstTokens(_, peer, tokens) if peer == (leg.prefill or leg.decode):
                 return self._first_tokens(leg, tokens)
             case m.Sent(_, peer) if peer == leg.prefill:
                 return self._step(leg, LegEvent.SENT)

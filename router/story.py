@@ -114,6 +114,8 @@ def describe_event(event: m.Event) -> str:
         case m.FirstTokens(leg, peer, tokens):
             return f"{_who(peer)}: first token of {len(tokens)} choice(s) of {_leg(leg)}"
         case m.Placed(leg, prefill, decode):
+            if prefill is None:
+                return f"router: {_leg(leg)} goes to {_who(decode) if decode else 'nobody'}, which computes it"
             return f"router: {_leg(leg)} goes to {_who(prefill)} and {_who(decode) if decode else 'no decode worker'}"
         case m.Unplaceable(leg, error):
             return f"router: no place for {_leg(leg)}: {_why(error)}"

@@ -10,12 +10,22 @@ class TransferRates:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], tuple[float, float]] = {}
+        self._late: dict[tuple[str, str], float] = {}
 
     def observe(self, source: str, target: str, size: int, seconds: float) -> None:
         """`size` bytes took so long; what took no time says nothing."""
         if size > 0 and seconds > 0:
             moved, took = self._sums.get((source, target), (0.0, 0.0))
             self._sums[source, target] = (moved * _KEPT + size, took * _KEPT + seconds)
+
+    def observe_late(self, source: str, target: str, seconds: float) -> None:
+        """KV was there so long after it was computed."""
+        before = self._late.get((source, target), seconds)
+        self._late[source, target] = before * _KEPT + seconds * (1 - _KEPT)
+
+    def late_s(self, source: str, target: str) -> float:
+        """How long KV is late, of late; 0 for a way never measured."""
+        return self._late.get((source, target), 0.0)
 
     def distances(self, source: str, targets: list[str]) -> list[float]:
         """Seconds a byte to each target, as multiples of the least; a way never measured counts as the best."""

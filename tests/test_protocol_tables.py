@@ -3,6 +3,7 @@ docs/architecture.md shows the tables as they are in the code."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,12 +62,13 @@ def life_in(state: LegState) -> RequestLife:
     """A request whose only leg is in this state."""
     life = RequestLife(5, 1, 10, 9)
     life.start()
+    here = state is LegState.COMPUTING
     for _ in range(20):
         (only,) = life.legs.values()
         if only.state is state:
             return life
         step: dict[LegState, Callable[[], m.Event]] = {
-            LegState.PLACING: lambda: m.Placed(only.key, P, D),  # noqa: B023 (called at once)
+            LegState.PLACING: lambda: m.Placed(only.key, None if here else P, D),  # noqa: B023 (called at once)
             LegState.QUEUED: lambda: m.LetThrough(only.key),  # noqa: B023
             LegState.RESERVING: lambda: m.Ticketed(only.key, D, b"t"),  # noqa: B023
             LegState.PREFILLING: lambda: m.FirstTokens(only.key, P, [pb.Token(token_id=7)]),  # noqa: B023
@@ -81,6 +83,7 @@ def life_in(state: LegState) -> RequestLife:
 
 NEWS: dict[LegEvent, Callable[[m.LegKey], m.Event]] = {
     LegEvent.PLACED: lambda key: m.Placed(key, P, D),
+    LegEvent.PLACED_TOGETHER: lambda key: m.Placed(key, None, D),
     LegEvent.LET_THROUGH: lambda key: m.LetThrough(key),
     LegEvent.TICKET: lambda key: m.Ticketed(key, D, b"t"),
     LegEvent.FIRST_TOKENS: lambda key: m.FirstTokens(key, P, [pb.Token(token_id=7)]),
@@ -107,7 +110,10 @@ def test_what_the_legs_table_does_not_list_changes_nothing(state: LegState, even
         only.holding.add(0)
     before = (repr(life), repr(only))
     key = only.held or only.key if event is LegEvent.PREFILL_GONE else only.key  # as the source knows it
-    actions = life.handle(NEWS[event](key))
+    news = NEWS[event](key)
+    if state is LegState.COMPUTING and isinstance(news, m.FirstTokens):
+        news = dataclasses.replace(news, peer=D)
+    actions = life.handle(news)
     legal = (state, event) in LEG
     assert life.heeded is legal
     if not legal:

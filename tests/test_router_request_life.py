@@ -315,7 +315,7 @@ class World:
         for action in actions:
             self._do(action, place)
         if isinstance(
-            event, m.Tokens | m.Preempted | m.Held
+            event, m.Tokens | m.Preempted | m.Held | m.FirstTokens
         ):  # the worker frees a leg whose choices all ended or moved
             attempt = event.attempt if isinstance(event, m.Tokens) else event.leg.attempt
             ended = {held for held in self.at_decode if held[0].attempt == attempt and held[1] == event.peer}
@@ -345,8 +345,10 @@ class World:
             case m.PrefillOver(leg):
                 assert leg in self.in_gate or leg == K1
                 self.in_gate.discard(leg)
-            case m.Reserve(leg, peer):
+            case m.Reserve(leg, peer, compute):
                 self.at_decode.add((leg, peer))
+                if compute:
+                    self.in_gate.add(leg)
             case m.Prefill(leg, peer):
                 self.at_prefill.add((leg, peer))
             case m.CancelLeg(leg, peer):
@@ -406,6 +408,7 @@ def _news(life: RequestLife, rng: random.Random, max_tokens: int) -> m.Event:
     leg = life.legs.get(key.attempt)
     choices = list(leg.choices) if leg else [0]
     peer_p, peer_d = (leg.prefill, leg.decode) if leg else (P, D)
+    peer_p = peer_p or (peer_d if leg and leg.state is LegState.COMPUTING else None)
     peer_p = peer_p if peer_p and rng.random() < 0.95 else rng.choice([P, P2])
     peer_d = peer_d if peer_d and rng.random() < 0.95 else rng.choice([D, D2])
     holding = sorted(leg.holding) if leg else []
@@ -446,9 +449,10 @@ def test_random_walks_end_once_and_leave_nothing(seed: int, n: int, max_tokens: 
     def place(action: m.Place) -> m.Event:
         if rng.random() < 0.05:
             return m.Unplaceable(action.leg, Unavailable("nobody"))
-        prefill = action.source or rng.choice([P, P2])
+        here = action.source is None and rng.random() < 0.3  # the decode worker computes the prompt
+        prefill = action.source or (None if here else rng.choice([P, P2]))
         decode = rng.choice([peer for peer in (D, D2) if peer != action.source])
-        return m.Placed(action.leg, prefill, decode if action.needs_decode else None)
+        return m.Placed(action.leg, prefill, decode if action.needs_decode or here else None)
 
     for action in life.start():
         world._do(action, place)

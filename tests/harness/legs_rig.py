@@ -11,13 +11,14 @@ from typing import Any
 from baton.decode_worker import effects as decode_effects
 from baton.decode_worker.intake import Intake
 from baton.decode_worker.legs import DecodeLegs
+from baton.decode_worker.prompts import Prompts
 from baton.decode_worker.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.step import SampledToken, SequenceStep
 from baton.kv_transfer.events import Sent
 from baton.prefill_worker import effects as prefill_effects
 from baton.prefill_worker.legs import PrefillLegs, Rules
-from baton.prefill_worker.scheduler import PrefillScheduler
 from baton.proto import worker_pb2 as pb
 from baton.proto.leg import Leg, LegKey
 from baton.tests.harness.monolithic import sampling
@@ -137,10 +138,13 @@ class PrefillBook:
 class DecodeBook:
     """A decode worker's book, with what its effects did."""
 
-    def __init__(self, blocks: int = 16, seats: int = 16, ranks: int = 1, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, blocks: int = 16, seats: int = 16, ranks: int = 1, prefix_cache: bool = True, budget: int = 4
+    ) -> None:
         self.pool = BlockPool(blocks, BLOCK, prefix_cache)
         intake = Intake(self.pool, ranks, seats, reserve_wait_s=100.0, commit_timeout_s=50.0)
-        self.legs = DecodeLegs(self.pool, intake, DecodeScheduler(BLOCK), seats, max_model_len=10_000)
+        prompts = Prompts(self.pool, PrefillScheduler(budget))
+        self.legs = DecodeLegs(self.pool, intake, DecodeScheduler(BLOCK), prompts, seats, max_model_len=10_000)
         self.told: list[pb.WorkerEvent] = []
         self.expected: dict[LegKey, decode_effects.Expect] = {}  # tickets that are out
         self.copied: list[tuple[int, int]] = []
@@ -168,9 +172,9 @@ class DecodeBook:
                     self.sends.pop(key, None)
         self.pool.check()
 
-    def submit(self, one: Leg, session: int = 1) -> Leg:
+    def submit(self, one: Leg, session: int = 1, compute: bool = False) -> Leg:
         """A reservation arrives."""
-        self.do(self.legs.submit(session, one, self.now))
+        self.do(self.legs.submit(session, one, self.now, compute))
         return one
 
     def arrive(self, one: Leg, ranks: int = 1) -> None:
@@ -185,9 +189,10 @@ class DecodeBook:
         steps, told = self.legs.plan()
         self.do(told)
         self.do(self.legs.admit(self.now))
-        if steps:
-            self.do(self.legs.computed(steps, drawn(steps), self.now))
-        return steps
+        chunks = self.legs.plan_prompts()
+        self.do(self.legs.computed(steps, drawn(steps), self.now))
+        self.do(self.legs.prompts_computed(chunks, drawn(chunks), self.now))
+        return [*steps, *chunks]
 
     def sent(self, key: LegKey, rank: int = 0) -> None:
         """What goes out of one rank arrived."""

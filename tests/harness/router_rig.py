@@ -88,6 +88,7 @@ class FakeWorker(WorkerServicer):
         self.muted = False
         self.deadlines: list[float] = []
         self.on_reserve: Callable[[pb.Leg], Awaitable[None]] = self.reserve
+        self.on_compute: Callable[[pb.Leg], Awaitable[None]] = self.compute
         self.on_prefill: Callable[[pb.Leg, bytes], Awaitable[None]] = self.prefill
         self.on_decode: Callable[[pb.Leg], Awaitable[None]] = self.decode
         self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
@@ -184,7 +185,10 @@ class FakeWorker(WorkerServicer):
             return
         self.held[key] = body.leg
         self.deadlines.append(body.leg.deadline_s)
-        work = self.on_reserve(body.leg) if kind == "reserve" else self.on_prefill(body.leg, body.ticket)
+        if kind == "reserve":
+            work = self.on_compute(body.leg) if body.compute else self.on_reserve(body.leg)
+        else:
+            work = self.on_prefill(body.leg, body.ticket)
         self._tasks[key] = asyncio.ensure_future(work)
 
     def _welcome(self) -> pb.Welcome:
@@ -229,6 +233,16 @@ class FakeWorker(WorkerServicer):
         ticket = f"{self.worker_id}/{self.incarnation}/{leg.request_id}/{leg.attempt}/{leg.choices[0]}".encode()
         self.cluster.tickets[ticket] = (self, leg)
         self.emit(ticket=pb.Ticket(leg=ref_of(leg), ticket=ticket, cached_tokens=0, waited_s=0.001))
+
+    async def compute(self, leg: pb.Leg) -> None:
+        """Decode: computes the prompt itself, and goes on."""
+        tokens = [self.token(leg, choice, len(leg.generated_token_ids)) for choice in leg.choices]
+        self.emit(first=pb.FirstTokens(leg=ref_of(leg), tokens=tokens, prefill_s=0.002, chunks=1))
+        if all(token.finish_reason for token in tokens):
+            self.held.pop(key_of(leg), None)
+            return
+        self.emit(committed=pb.Committed(leg=ref_of(leg)))
+        await self.on_decode(leg)
 
     async def prefill(self, leg: pb.Leg, ticket: bytes) -> None:
         """Prefill: samples the first tokens and hands the leg over."""
@@ -519,6 +533,7 @@ def router_params(model: Path, membership: str) -> RouterParams:
         membership_address=membership,
         prefill_placement="least_loaded",
         decode_placement="least_loaded",
+        disaggregation="always",
         prefix_events=True,
         ttft_objective_s=None,
         tpot_objective_s=None,

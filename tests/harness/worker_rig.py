@@ -90,7 +90,7 @@ def prefill_params(engine: EngineParams, **changes: Any) -> PrefillParams:
 
 def decode_params(engine: EngineParams, **changes: Any) -> DecodeParams:
     """A decode worker with 16 seats."""
-    own: dict[str, Any] = {"max_sequences": 16, "reserve_wait_s": 20.0, "commit_timeout_s": 20.0}
+    own: dict[str, Any] = {"max_sequences": 16, "max_batch_tokens": 8, "reserve_wait_s": 20.0, "commit_timeout_s": 20.0}
     own["speculation"] = SpeculationParams("none", 8, "", 1 << 20)
     return DecodeParams(**{**_shared("decode", engine), **own, **changes})
 

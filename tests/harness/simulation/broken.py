@@ -11,6 +11,7 @@ from baton.decode_worker.effects import Forget, Send
 from baton.decode_worker.intake import Intake, Reservation
 from baton.decode_worker.legs import DecodeLegs
 from baton.decode_worker.outgoing import Outgoing
+from baton.decode_worker.prompts import Prompts
 from baton.engine.block_pool import BlockPool
 from baton.engine.prefix_feed import PrefixFeed
 from baton.prefill_worker.effects import FinishTransfer
@@ -93,6 +94,7 @@ _BROKEN: dict[str, list[tuple[type, str, object]]] = {
     "the ledger repeats tokens": [(Ledger, "accept", _says_twice)],
     "a cancel leaks the reservation": [(DecodeLegs, "cancel", _cancels_on_paper)],
     "evictions are not told": [(PrefixFeed, "removed", lambda feed, digest: None)],
+    "decode computes prompts for those that left": [(Prompts, "forget", lambda prompts, key: None)],
     "legs outlive their session": [(DecodeLegs, "session_ended", lambda legs, session: [])],
 }
 NAMES = list(_BROKEN)

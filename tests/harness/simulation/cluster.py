@@ -58,7 +58,11 @@ class Cluster:
         self.wires: list[tuple[Wire, str, str]] = []
         self.sessions = Sessions(self)
         policy = "prefix_aware" if scenario.seed % 2 else "least_loaded"
-        placer = Placer((policy, policy), Objectives(None, None), True, self.world.rng)
+        here = scenario.seed // 3 % 4 == 3  # decode workers compute some prompts, and without prefill all
+        disaggregation = "conditional" if here else "always"
+        placer = Placer((policy, policy), Objectives(None, None), True, self.world.rng, disaggregation)
+        if here:
+            placer.on_decode = lambda *_: self.world.rng.random() < 0.5
         self.lives = Lives(cast(Any, self.sessions), placer, self, self.world.at)
         self.clients = {ask.request_id: self._client(ask) for ask in scenario.asks}
         self.faulty = bool(scenario.faults)

@@ -184,8 +184,10 @@ class Runner:
         self._stores = stores
         self._crew = crew
 
-    def prefill(self, steps: Sequence[SequenceStep], on_layers: OnLayers) -> list[list[SampledToken]]:
+    def prefill(self, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> list[list[SampledToken]]:
         """One layer after the other, on all ranks."""
+        if on_layers is None:
+            return self.decode(steps)
         drawn = self._run(steps)
         for layer in range(LAYERS):
             for step in steps:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 from baton.decode_worker import main as decode_main
 from baton.decode_worker.intake import Intake
 from baton.decode_worker.legs import DecodeLegs
+from baton.decode_worker.prompts import Prompts
 from baton.decode_worker.scheduler import DecodeScheduler
 from baton.decode_worker.worker import DecodeEngine
 from baton.engine.block_pool import BlockPool
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.proposal_length import Costs
 from baton.engine.speculation import Speculator
 from baton.kv_transfer.events import LegKey
@@ -24,7 +26,6 @@ from baton.kv_transfer.ticket import Ticket, TicketBook
 from baton.prefill_worker import main as prefill_main
 from baton.prefill_worker.entry import Phase
 from baton.prefill_worker.legs import PrefillLegs, Rules
-from baton.prefill_worker.scheduler import PrefillScheduler
 from baton.prefill_worker.worker import PrefillEngine
 from baton.proto import worker_pb2 as pb
 from baton.proto.worker_loop import SessionEnded
@@ -121,12 +122,13 @@ class Process:
         self.engine: PrefillEngine | DecodeEngine
         if self.spec.role == "prefill":
             rules = Rules(COMMIT_S, self.spec.fetch_tokens, fetch_s=1.0)
-            prompts = self.legs = PrefillLegs(self.pool, PrefillScheduler(seats), self.spec.ranks, rules)
-            self.engine = PrefillEngine(runner, *outwards, self._issue, prompts, inbox)
+            book = self.legs = PrefillLegs(self.pool, PrefillScheduler(seats), self.spec.ranks, rules)
+            self.engine = PrefillEngine(runner, *outwards, self._issue, book, inbox)
         else:
             intake = Intake(self.pool, self.spec.ranks, seats, RESERVE_WAIT_S, COMMIT_S)
             scheduler = DecodeScheduler(self.spec.block_size)
-            legs = self.legs = DecodeLegs(self.pool, intake, scheduler, seats, max_model_len=10_000)
+            prompts = Prompts(self.pool, PrefillScheduler(seats))
+            legs = self.legs = DecodeLegs(self.pool, intake, scheduler, prompts, seats, max_model_len=10_000)
             guesses, free = Guesses(self.cluster.book, self.world.rng), Costs(0.0, 0.0, 0.0)
             speculator = Speculator(guesses, free, self.spec.proposals, self.spec.block_size)
             told = speculator if self.spec.proposals else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from baton.prefill_worker.scheduler import Chunk, PrefillScheduler
+from baton.engine.prefill_scheduler import Chunk, PrefillScheduler
 from baton.proto.leg import LegKey
 from hypothesis import given
 from hypothesis import strategies as st

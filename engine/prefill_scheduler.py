@@ -1,4 +1,4 @@
-"""Which prompts a prefill step computes, and how much of each: pure, over ids and token counts.
+"""Which prompts a step computes, and how much of each: pure, over ids and token counts.
 
 **The rule.** Half of a step's tokens go to the oldest unfinished prompt, the other half to the prompts with the fewest
 tokens left (the older first among equals). What one half does not need goes to the other.
