@@ -16,6 +16,7 @@ import psutil
 from rich.console import Console
 
 from ..proto.errors import ConfigError
+from ..text.source import ModelSource, resolve
 from . import hardware, spec
 from .config import Config
 from .launcher import PlacementFailed
@@ -70,8 +71,6 @@ def examine(config: Config) -> Iterator[Finding]:
 
 def _model(config: Config, facts: ModelFacts) -> Iterator[Finding]:
     from ..engine.model_config import load_config
-    from ..engine.paged_kv import DTYPES
-    from ..engine.weights import Weights
 
     model = load_config(facts.source)
     shape = f"{model.arch}, {model.layers} layers, {model.heads} query and {model.kv_heads} KV heads"
@@ -84,31 +83,48 @@ def _model(config: Config, facts: ModelFacts) -> Iterator[Finding]:
         pool = spec.pool(config, role)
         kv = pool.memory if pool.memory is not None else config.kv.memory
         ranks = pool.tensor_parallel
-        plans = [
-            Weights.open(
-                facts.source,
-                model,
-                DTYPES[config.model.dtype],
-                config.model.quantization,
-                rank,
-                ranks,
-                lambda done, total: None,
-            )
-            for rank in range(ranks)
-        ]
-        peak = max(weights.memory_plan().peak for weights in plans)
+        peak = max(_loading_bytes(config, facts.source, rank, ranks) for rank in range(ranks))
         text = f"{role}: {human_bytes(peak)} for weights and {human_bytes(kv)} for KV per rank"
+        draft = _draft_bytes(config) if role == "decode" else 0
+        if draft:
+            text += f", {human_bytes(draft)} for the draft model on one of them"
         if pool.device == "cuda":
-            yield from _gpu_memory(text, peak + kv)
+            yield from _gpu_memory(text, peak + kv + draft)
         else:
             yield Finding("ok", "memory", text)
-            needed += pool.replicas * ranks * (peak + kv)
+            needed += pool.replicas * (ranks * (peak + kv) + draft)
     free = psutil.virtual_memory().available
     total = f"CPU ranks need {human_bytes(needed)} in all, {human_bytes(free)} are available"
     if needed > free:
         yield Finding("fail", "memory", total, "lower kv.memory or the number of replicas")
     elif needed:
         yield Finding("ok", "memory", total)
+
+
+def _loading_bytes(config: Config, source: ModelSource, rank: int, ranks: int) -> int:
+    """Of the weights of one rank, while they are loaded."""
+    from ..engine.model_config import load_config
+    from ..engine.paged_kv import DTYPES
+    from ..engine.weights import Weights
+
+    dtype, scheme = DTYPES[config.model.dtype], config.model.quantization
+    weights = Weights.open(source, load_config(source), dtype, scheme, rank, ranks, lambda done, total: None)
+    return weights.memory_plan().peak
+
+
+def _draft_bytes(config: Config) -> int:
+    """Of a draft model and its KV pool, which the first rank of a decode worker has beside its own; 0: there is none.
+
+    Raises ConfigError for a draft model that is not there.
+    """
+    section = config.engine.speculation
+    if section.method != "draft":
+        return 0
+    try:
+        source = resolve(config.draft_model_path)
+    except ConfigError as error:
+        raise ConfigError(f"engine.speculation.draft_model: {str(error).removeprefix('model.path: ')}") from None
+    return section.draft_memory + _loading_bytes(config, source, 0, 1)
 
 
 def _limits(config: Config, model: ModelConfig) -> Iterator[Finding]:

@@ -12,13 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from ..proto.kv_layout import block_count
 from .block_pool import BlockPool
+from .proposal_length import READ_AT_ONCE
 from .proposer import SequenceName, Wanted
 from .runner import Runner
 from .step import Draw, SequenceStep
-
-_CATCH_UP = (
-    256  # tokens of a step that the draft model reads of sequences that are new to it: all others wait meanwhile
-)
 
 
 @dataclass(slots=True)
@@ -63,6 +60,11 @@ class DraftModel:
             runs = [run for run in runs if self._goes_on(run)]
         return proposals
 
+    def unread(self, name: SequenceName, prompt: int) -> int:
+        """See Proposer."""
+        followed = self._followed.get(name)
+        return max(prompt - len(followed.written), 0) if followed else prompt
+
     def keep(self, names: Collection[SequenceName]) -> None:
         """See Proposer."""
         for name in self._followed.keys() - set(names):
@@ -71,7 +73,7 @@ class DraftModel:
     def _begin(self, wanted: Sequence[Wanted]) -> list[_Run]:
         """Those that the pool, the context and this call's budget have room for."""
         runs: list[_Run] = []
-        budget = _CATCH_UP
+        budget = READ_AT_ONCE
         for index, one in enumerate(wanted):
             history = [*one.draw.prompt, *one.draw.generated]
             followed = self._followed.setdefault(one.name, _Followed())

@@ -31,6 +31,10 @@ class PromptLookup:
         """See Proposer."""
         return [self._one(one) for one in wanted]
 
+    def unread(self, name: SequenceName, prompt: int) -> int:
+        """See Proposer. No model reads here."""
+        return 0
+
     def keep(self, names: Collection[SequenceName]) -> None:
         """See Proposer."""
         for name in self._followed.keys() - set(names):

@@ -31,6 +31,10 @@ class Proposer(Protocol):
         """For each sequence `count` tokens or fewer, perhaps none: what may come next."""
         ...
 
+    def unread(self, name: SequenceName, prompt: int) -> int:
+        """How many of the `prompt` tokens that the sequence began with must be read by a model before it proposes."""
+        ...
+
     def keep(self, names: Collection[SequenceName]) -> None:
         """Forget every other sequence; one that comes back is met as a new one."""
         ...

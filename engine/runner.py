@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..kernels.cores import give_way
 from ..proto.errors import ConfigError
 from ..proto.kv_layout import KVLayout, block_count
 from ..text.grammar import Vocabulary
@@ -50,6 +51,7 @@ class Runner:
     ) -> None:
         _check(params)
         torch.set_num_threads(params.threads)
+        give_way(params.threads)
         source = resolve(params.model_path)
         self.config = load_config(source)
         dtype = DTYPES[params.dtype]

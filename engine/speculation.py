@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from .proposal_length import Costs, Record, learn, next_length
+from .proposal_length import Costs, Record, learn, next_length, reading_pays
 from .proposer import Proposer, SequenceName, Wanted
-from .step import SampledToken, SequenceStep
+from .step import Draw, SampledToken, SequenceStep
 
 Allowed = Callable[[SequenceStep, Sequence[int]], Sequence[int]]
 
@@ -78,7 +78,13 @@ class Speculator:
             return 0
         room = len(step.blocks) * self._block_size - step.end
         left = draw.params.max_tokens - len(draw.generated) - 1  # the step draws one in any case
-        return min(record.length, room, left)
+        return min(record.length, room, left) if self._is_read(step, draw, record) else 0
+
+    def _is_read(self, step: SequenceStep, draw: Draw, record: Record) -> bool:
+        """Whether the proposer knows the sequence, or would gain by learning to know it."""
+        unread, said = self._proposer.unread(name_of(step), len(draw.prompt)), len(draw.generated)
+        left = draw.params.max_tokens - said
+        return not unread or reading_pays(record, len(self._records), self.costs, unread, said, left)
 
 
 def name_of(step: SequenceStep) -> SequenceName:

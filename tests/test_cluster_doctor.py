@@ -49,6 +49,18 @@ def test_a_taken_port_too_little_memory_and_missing_gpus_are_found_together(tiny
     assert "-> " in found["memory"]
 
 
+@pytest.mark.parametrize(("there", "wrong"), [(True, "memory"), (False, "model")])
+def test_a_draft_model_needs_memory_and_has_to_be_there(
+    tiny_dir: Path, tmp_path: Path, there: bool, wrong: str
+) -> None:
+    draft = {"method": "draft", "draft_model": str(tiny_dir if there else tmp_path / "none"), "draft_memory": "900TiB"}
+    changes = {f"engine.speculation.{key}": value for key, value in draft.items()}
+    code, found = doctor(tmp_path, merged(tiny_config(tiny_dir), changes))
+    assert code == 1
+    said = "CPU ranks need 900.0 TiB in all" if there else "engine.speculation.draft_model: "
+    assert found[wrong].startswith(f"fail {wrong}: {said}")
+
+
 def test_files_of_tls_that_cannot_be_used_are_found_before_the_start(tiny_dir: Path, tmp_path: Path) -> None:
     for name in ("rank.pem", "rank.key", "ca.pem"):
         (tmp_path / name).write_text("no certificate")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from baton.engine.prompt_lookup import History, PromptLookup
-from baton.engine.proposal_length import Costs, Record, learn, next_length
+from baton.engine.proposal_length import Costs, Record, learn, next_length, reading_pays
 from baton.engine.proposer import Wanted
 from baton.engine.speculation import Speculator
 from baton.engine.step import Draw, SampledToken, SequenceStep
@@ -112,6 +112,26 @@ def test_a_length_grows_only_for_a_gain_and_shrinks_at_once() -> None:
     assert kept > 100
 
 
+DRAFT = Costs(row=0.08, draft=0.1, draft_row=0.01)  # a tenth of the model
+
+
+def test_a_draft_model_reads_a_prompt_only_for_what_may_be_said_after_it() -> None:
+    """Its own reading is part of the law."""
+    sure = Record(accepted=90.0, tested=100.0, length=4, idle=0)
+
+    def pays(unread: int, said: int, left: int, batch: int = 1, record: Record = sure) -> bool:
+        return reading_pays(record, batch, DRAFT, unread, said, left)
+
+    assert pays(500, 1, 400)
+    assert not pays(500, 1, 8)
+    assert not pays(8000, 1, 4000)
+    assert pays(8000, 600, 4000)  # it has turned out to say a lot
+    assert not pays(1500, 1, 4000, batch=8)
+    assert not pays(1, 1, 4000, record=Record(accepted=0.0, tested=100.0, length=4, idle=0))
+    costs = [DRAFT.reading(tokens) for tokens in (0, 1, 256, 257)]
+    assert costs == pytest.approx([0.0, 0.11, 2.66, 2.77])
+
+
 def step(generated: list[int], guesses: list[int], blocks: int = 4, **changes: int) -> SequenceStep:
     draw = Draw(sampling(**changes), (0,), [1, 2, 3], generated)
     start = 2 + len(generated)
@@ -138,7 +158,13 @@ def test_draws_stand_up_to_the_first_that_was_not_proposed(drawn: list[int], kep
 
 
 class Always:
-    """Proposes zeros."""
+    """Proposes zeros; `left` tokens of each prompt are to be read first."""
+
+    def __init__(self, left: int = 0) -> None:
+        self.left = left
+
+    def unread(self, name: object, prompt: int) -> int:
+        return self.left
 
     def propose(self, wanted: list[Wanted]) -> list[list[int]]:
         return [[0] * one.count for one in wanted]
@@ -160,6 +186,20 @@ def test_proposals_fit_the_blocks_and_what_may_still_be_said() -> None:
     assert proposed(step([4, 5, 6], [], max_tokens=4)) == 0
     chunk = SequenceStep("q", 1, 0, [1, 2], 1, [0, 1], Draw(sampling(max_tokens=9), (0,), [1, 2, 3], []))
     assert proposed(chunk) == 0
+
+
+def test_nothing_is_proposed_before_reading_pays() -> None:
+    proposer = Always(left=2000)
+    speculator = Speculator(proposer, DRAFT, 6, block_size=4)  # type: ignore[arg-type]
+
+    def proposed(generated: list[int], max_tokens: int) -> int:
+        speculator.lengths([NAME])
+        return speculator.extend([step(generated, [], blocks=1000, max_tokens=max_tokens)])[0].proposed
+
+    assert proposed([4], 3000) == 0
+    assert proposed([4] * 120, 150) == 0 < proposed([4] * 120, 3000)
+    proposer.left = 0
+    assert proposed([4], 30) > 0
 
 
 def test_what_became_of_proposals_is_counted() -> None:

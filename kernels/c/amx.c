@@ -1,4 +1,5 @@
 /* Matrix tiles: whether they may be used, and the walk of the threads over parts of a layer; see linear.h and amx.h. */
+#include "give_way.h"
 #include "linear.h"
 #include "parallel.h"
 
@@ -44,6 +45,7 @@ TARGET_AMX static void work(void *data) {
         const char *next = following < parts ? job->linear->packed + following % panels * panel_bytes : 0;
         walk->part(job, row, left < block ? left : block, part % panels, next);
         part = following;
+        baton_give_way();
     }
     _tile_release();
 }

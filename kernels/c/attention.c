@@ -1,5 +1,6 @@
 /* Causal attention over paged keys and values; called from kernels/paged_attention.py without the GIL. */
 #include "attention.h"
+#include "give_way.h"
 #include "linear.h"
 #include "parallel.h"
 #include <stddef.h>
@@ -80,6 +81,7 @@ static void run_items(void *data) {
         more = take_item(work, &next);
         work->attend(a, &item, &next, scratch);
         item = next;
+        baton_give_way();
     }
 }
 

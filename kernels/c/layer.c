@@ -1,4 +1,5 @@
 /* The small operations of a layer on the best instructions that the processor has; called from Python without the GIL. */
+#include "give_way.h"
 #include "layer.h"
 #include "parallel.h"
 
@@ -19,6 +20,7 @@ static void run_slices(void *data) {
         if (first >= s->rows)
             return;
         s->work(s->arguments, first, first + s->slice < s->rows ? first + s->slice : s->rows);
+        baton_give_way();
     }
 }
 

@@ -30,10 +30,16 @@ struct linear {
 
 struct job;
 
+/* What is asked for early: the lines of a step's weights from `at` on, `pace` bytes further at each step. */
+struct ahead {
+    const char *at;
+    int64_t pace;
+};
+
 /* Sum rows [row, row + rows) of x times a panel's steps [step, step + steps), which begin at `panel`, into
    sums [rows, 64]; onto what is there unless it is the first step. */
 typedef void tile_function(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps, const char *panel,
-                           float *sums);
+                           struct ahead ahead, float *sums);
 typedef void finish_function(const struct job *job, const float *sums, int64_t first_row, int64_t rows, int64_t panel);
 
 /* One call: rows of x, in the format of the panels, become rows of bfloat16. */
@@ -43,7 +49,8 @@ struct job {
     finish_function *finish; /* of the sums of all steps: to `out` */
     const char *x;
     int64_t rows, row_bytes;
-    int64_t steps, step_bytes, block_steps; /* of a panel: all, bytes of one, those that are taken at a time */
+    int64_t steps, step_bytes; /* of a panel: all, bytes of one */
+    int64_t block_steps, small_steps; /* that are taken at a time, at most; the latter where walks are few */
     int tile_rows;
     const float *row_scales; /* of x and of its codes, where x is quantised: [rows, groups] */
     const int32_t *row_sums;
@@ -58,13 +65,13 @@ struct job {
 /* A tile_function that calls NAME_rows with a constant number of rows, so that its sums can be in registers. */
 #define ROWS_CASE(name, count)                                                                                         \
     case count:                                                                                                        \
-        PASTE(name, _rows)(job, row, count, step, steps, panel, sums);                                                 \
+        PASTE(name, _rows)(job, row, count, step, steps, panel, ahead, sums);                                                 \
         break;
 #define FOUR_ROWS(name) ROWS_CASE(name, 1) ROWS_CASE(name, 2) ROWS_CASE(name, 3) ROWS_CASE(name, 4)
 #define SIX_ROWS(name) FOUR_ROWS(name) ROWS_CASE(name, 5) ROWS_CASE(name, 6)
 #define TILE_FUNCTION(target, name, cases)                                                                             \
     target static void name(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps,                 \
-                            const char *panel, float *sums) {                                                          \
+                            const char *panel, struct ahead ahead, float *sums) {                                      \
         switch (rows) { cases(name) }                                                                                  \
     }
 

@@ -1,7 +1,7 @@
 /* Rows of bfloat16 times a packed bfloat16 weight, summed in float32; called from kernels/linear.py without the GIL. */
 #include "linear.h"
 
-enum { BLOCK_STEPS = 512, AHEAD = 4096 }; /* a block stays in the second-level cache; bytes that are asked for early */
+enum { BLOCK_STEPS = 512, SMALL_STEPS = 32 }; /* blocks that stay in the second- and in the first-level cache */
 
 INLINE void finish(const struct job *job, const float *sums, int64_t first_row, int64_t rows, int64_t panel) {
     const struct linear *linear = job->linear;
@@ -22,7 +22,8 @@ static void finish_plain(const struct job *job, const float *sums, int64_t first
 }
 
 static void tile_plain(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps, const char *panel,
-                       float *out) {
+                       struct ahead ahead, float *out) {
+    (void)ahead;
     const char *x = job->x + row * job->row_bytes + step * STEP_BYTES;
     for (int r = 0; r < rows; r++, x += job->row_bytes) {
         float *sums = out + r * PANEL;
@@ -151,7 +152,7 @@ EXPORT int baton_bf16_linear(const struct linear *linear, const char *x, int64_t
         return baton_bf16_amx(linear, x, rows, out);
     struct job job = {.linear = linear, .tile = tile_plain, .x = x, .rows = rows, .tile_rows = 4,
                       .row_bytes = 2 * linear->inputs, .steps = linear->inputs / 2, .step_bytes = PANEL * STEP_BYTES,
-                      .block_steps = BLOCK_STEPS, .out = out, .finish = baton_finish_floats(linear->level >= LEVEL_AVX512)};
+                      .block_steps = BLOCK_STEPS, .small_steps = SMALL_STEPS, .out = out, .finish = baton_finish_floats(linear->level >= LEVEL_AVX512)};
 #if defined(__x86_64__)
     static tile_function *const tiles[] = {tile_plain, tile_avx2, tile_avx512, tile_dot};
     job.tile = tiles[linear->level];

@@ -27,7 +27,8 @@ INLINE uint16_t half_at(const char *p) {
 }
 
 static void tile_plain(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps, const char *panel,
-                       float *out) {
+                       struct ahead ahead, float *out) {
+    (void)ahead;
     (void)step; /* all groups are taken at once */
     const int has_minima = (int)job->linear->has_minima;
     memset(out, 0, (size_t)rows * PANEL * sizeof(float));
@@ -135,7 +136,7 @@ EXPORT int baton_int4_linear(const struct linear *linear, const uint16_t *x, int
                       .tile_rows = 4, .x = (const char *)codes.values, .row_bytes = codes.row_bytes,
                       .row_scales = codes.scales, .row_sums = codes.sums, .groups = codes.groups,
                       .steps = codes.groups, .step_bytes = CODE_BYTES + SCALE_BYTES * (1 + linear->has_minima),
-                      .block_steps = codes.groups, .out = out};
+                      .block_steps = codes.groups, .small_steps = codes.groups, .out = out};
 #if defined(__x86_64__)
     static tile_function *const tiles[] = {tile_plain, tile_avx2, tile_avx_vnni, tile_dot};
     job.tile = tiles[linear->level];

@@ -49,8 +49,8 @@ TARGET INLINE void PASTE(TILE, _group)(const struct job *job, int64_t row, const
 }
 
 TARGET INLINE void PASTE(TILE, _rows)(const struct job *job, int64_t row, const int rows, int64_t step, int64_t steps,
-                                      const char *panel, float *out) {
-    (void)step; /* all groups are taken at once */
+                                      const char *panel, struct ahead ahead, float *out) {
+    (void)step, (void)ahead; /* all groups are taken at once; each asks for what comes soon */
     const int span = rows > 2 ? 2 : 4; /* enough sums at a time to hide how long one takes */
     for (int64_t group = 0; group < steps; group++, panel += job->step_bytes)
         for (int lane = 0; lane < PANEL; lane += span * LANES) {

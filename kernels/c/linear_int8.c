@@ -3,7 +3,7 @@
    factor unsigned. Its scales are [panels, groups, 64]. */
 #include "linear_int.h"
 
-enum { GROUP = 64, GROUP_STEPS = GROUP / STEP_BYTES, EXCESS = 128, AHEAD = 4096 };
+enum { GROUP = 64, GROUP_STEPS = GROUP / STEP_BYTES, EXCESS = 128 };
 
 static int steps_of(const struct job *job, int64_t group) {
     int64_t left = job->steps - group * GROUP_STEPS;
@@ -16,7 +16,8 @@ static const float *scales_of(const struct job *job, const char *panel) {
 }
 
 static void tile_plain(const struct job *job, int64_t row, int rows, int64_t step, int64_t steps, const char *panel,
-                       float *out) {
+                       struct ahead ahead, float *out) {
+    (void)ahead;
     (void)step, (void)steps; /* all of them are taken at once */
     const float *scales = scales_of(job, panel);
     memset(out, 0, (size_t)rows * PANEL * sizeof(float));
@@ -116,7 +117,7 @@ EXPORT int baton_int8_linear(const struct linear *linear, const uint16_t *x, int
                       .rows = rows, .tile_rows = 4, .x = (const char *)codes.values, .row_bytes = codes.row_bytes,
                       .row_scales = codes.scales, .row_sums = codes.sums, .groups = codes.groups,
                       .steps = codes.row_bytes / STEP_BYTES, .step_bytes = PANEL * STEP_BYTES, .out = out};
-    job.block_steps = job.steps;
+    job.block_steps = job.small_steps = job.steps;
     if (linear->level >= LEVEL_AMX) {
         job.steps = codes.groups;
         baton_int8_amx(&job);

@@ -8,11 +8,12 @@
    FMA(a, b, c), TIMES(a, b), SPLAT(f), ZERO(), READ(p), WRITE(p, v)    floats */
 
 TARGET INLINE void PASTE(TILE, _rows)(const struct job *job, int64_t row, const int rows, int64_t step, int64_t steps,
-                                      const char *panel, float *out) {
+                                      const char *panel, struct ahead ahead, float *out) {
     (void)step, (void)steps; /* all of them are taken at once */
     for (int first = 0; first < PANEL; first += LANES * SPAN) {
         const float *scales = scales_of(job, panel) + first;
         const char *codes = panel + first * STEP_BYTES, *x = job->x + row * job->row_bytes;
+        const char *ask = ahead.at + first * STEP_BYTES;
         float *total = out + first;
         for (int64_t group = 0; group < job->groups; group++, scales += PANEL) {
             VECTOR sums[ROWS][SPAN];
@@ -26,7 +27,8 @@ TARGET INLINE void PASTE(TILE, _rows)(const struct job *job, int64_t row, const 
             for (int left = steps_of(job, group); left > 0; left--, x += STEP_BYTES, codes += PANEL * STEP_BYTES) {
 #pragma GCC unroll 8
                 for (int v = 0; v < SPAN; v++)
-                    __builtin_prefetch(codes + AHEAD + v * LANES * STEP_BYTES);
+                    __builtin_prefetch(ask + v * LANES * STEP_BYTES);
+                ask += ahead.pace;
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8

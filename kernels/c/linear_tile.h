@@ -7,7 +7,7 @@
    DOT(sums, weights, x), WRITE(p, sums) */
 
 TARGET INLINE void PASTE(TILE, _rows)(const struct job *job, int64_t row, const int rows, int64_t step, int64_t steps,
-                                      const char *panel, ELEMENT *out) {
+                                      const char *panel, const struct ahead ahead, ELEMENT *out) {
     for (int first = 0; first < PANEL; first += LANES * SPAN) {
         VECTOR sums[ROWS][SPAN];
 #pragma GCC unroll 8
@@ -16,11 +16,11 @@ TARGET INLINE void PASTE(TILE, _rows)(const struct job *job, int64_t row, const 
             for (int v = 0; v < SPAN; v++)
                 sums[r][v] = START(out + r * PANEL + first + v * LANES);
         const char *x = job->x + row * job->row_bytes + step * STEP_BYTES;
-        const char *weights = panel + first * STEP_BYTES;
-        for (int64_t left = steps; left > 0; left--, x += STEP_BYTES, weights += PANEL * STEP_BYTES) {
+        const char *weights = panel + first * STEP_BYTES, *ask = ahead.at + first * STEP_BYTES;
+        for (int64_t left = steps; left > 0; left--, x += STEP_BYTES, weights += PANEL * STEP_BYTES, ask += ahead.pace) {
 #pragma GCC unroll 8
             for (int v = 0; v < SPAN; v++)
-                __builtin_prefetch(weights + AHEAD + v * LANES * STEP_BYTES);
+                __builtin_prefetch(ask + v * LANES * STEP_BYTES);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8

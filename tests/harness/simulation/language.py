@@ -153,6 +153,10 @@ class Guesses:
         """See Proposer."""
         return [[self._guess(one, step) for step in range(self._rng.randint(0, one.count))] for one in wanted]
 
+    def unread(self, name: SequenceName, prompt: int) -> int:
+        """See Proposer."""
+        return 0
+
     def keep(self, names: Collection[SequenceName]) -> None:
         """Nothing is remembered."""
 
