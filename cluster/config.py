@@ -37,7 +37,7 @@ class ModelSection(Section):
     path: Text  # bundled name, Hugging Face directory or .gguf file; relative to the configuration's folder
     name: Text | None = None  # what clients call it; None: from the path
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    quantization: Literal["none", "w8a8", "int4"] = "none"  # of linear layers, when they are loaded; cpu and bfloat16
+    quantization: Literal["none", "w8a8", "int4"] = "none"  # of linear layers, when they are loaded; bfloat16
     sparsity: Literal["auto", "none", "2:4"] = "auto"  # of linear weights, on GPUs; auto: where the checkpoint says 2:4
     max_model_len: Annotated[int, Field(ge=8)] | None = None  # tokens; None: what the model was trained for
 

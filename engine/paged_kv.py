@@ -43,7 +43,8 @@ class PagedKV:
         self.block_size = layout.block_size
         # Zeros, because kernels may read and then mask the unwritten end of a block: it must hold numbers.
         dtype = KV_DTYPES[layout.dtype]
-        shape = (layout.layers, 2, blocks, stop - start, layout.block_size, row_width(layout.head_dim, dtype))
+        self._row = row_width(layout.head_dim, dtype)
+        shape = (layout.layers, 2, blocks, stop - start, layout.block_size, self._row)
         self.data = torch.empty(shape, dtype=dtype, device=device)
         self._plain = plain(prefer_huge_pages(self.data)).zero_()
         self._keys, self._values = (self.data[:, kind].unbind() for kind in (0, 1))
@@ -133,7 +134,7 @@ class PagedKV:
             raise ValueError(f"{tuple(memory.shape)} {memory.dtype} where KV of {shape} {self.dtype} belongs")
 
     def _wire_shape(self, layers: Span, heads: Span, tokens: Span) -> tuple[int, int, int, int, int]:
-        return (layers[1] - layers[0], 2, heads[1] - heads[0], tokens[1] - tokens[0], self.data.shape[5])
+        return (layers[1] - layers[0], 2, heads[1] - heads[0], tokens[1] - tokens[0], self._row)
 
     def _cover(self, blocks: Sequence[int], layers: Span, heads: Span, tokens: Span) -> tuple[int, Sequence[int]]:
         """The first of the sequence's blocks that `tokens` touches, and all of them, after checking every range."""

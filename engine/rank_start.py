@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .channel import FollowerChannel, LeaderChannel, Message, RankLost
+from .make_runner import make_runner
 from .params import EngineParams
 from .ranks import RankGroup, SingleRank, TorchGroup
 from .runner import Runner
@@ -51,7 +52,7 @@ def start_leader(
         report("loading", {"done": done, "total": total})
 
     if engine.tensor_parallel == 1:
-        return Runner(engine, SingleRank(), progress, None), None
+        return make_runner(engine, SingleRank(), progress, None), None
     channel = LeaderChannel.bind(
         ranks.host,
         ranks.secret,
@@ -64,7 +65,7 @@ def start_leader(
         channel.accept(engine.tensor_parallel, ranks.start_timeout_s)
         channel.broadcast({"kind": "join"})
         group = _join(channel, engine, ranks, 0)
-        runner = Runner(engine, group, progress, lambda plan: channel.broadcast({"kind": "step", "plan": plan}))
+        runner = make_runner(engine, group, progress, lambda plan: channel.broadcast({"kind": "step", "plan": plan}))
     except BaseException:
         channel.close()
         raise
@@ -79,7 +80,7 @@ def start_follower(
     try:
         channel.receive()  # "join": all ranks are here, so that nobody waits in the group for one that still starts
         group = _join(channel, engine, ranks, rank)
-        runner = Runner(engine, group, _no_progress, broadcast=None)
+        runner = make_runner(engine, group, _no_progress, None)
     except BaseException:
         channel.close()
         raise

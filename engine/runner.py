@@ -61,7 +61,8 @@ class Runner:
         self.max_model_len = _max_model_len(params, self.config)
         self.layout = _layout(params, self.config, weights.fingerprint)
         self.blocks = _pool_blocks(params, self.layout)
-        self.kv = PagedKV(self.layout, group.rank, self.blocks, torch.device(params.device))
+        self._device = torch.device(params.device)
+        self.kv = self._make_pool(group.rank)
         plan = weights.memory_plan()
         _log.info(
             "rank %d of %d on %s: %d thread(s), %s; weights %.0f MiB (loading %.0f); %d %s KV blocks of %d tokens",
@@ -75,9 +76,14 @@ class Runner:
                 self.max_model_len,
             )
         self.guide = Guide(lambda: Vocabulary(Tokenizer.load(source)))
-        self._model = Model(self.config, weights, params, group)
-        self._device = torch.device(params.device)
+        self._load(weights, params, group)
         self._broadcast = broadcast
+
+    def _make_pool(self, rank: int) -> PagedKV:
+        return PagedKV(self.layout, rank, self.blocks, self._device)
+
+    def _load(self, weights: Weights, params: EngineParams, group: RankGroup) -> None:
+        self._model = Model(self.config, weights, params, group)
 
     @property
     def vocab_size(self) -> int:
@@ -133,18 +139,20 @@ def _check(params: EngineParams) -> None:
     """What can be refused before anything is read."""
     if params.dtype not in _MODEL_DTYPES:
         raise ConfigError(f"model.dtype: {params.dtype!r} is not one of {', '.join(_MODEL_DTYPES)}")
-    if params.quantization != "none" and (params.dtype != "bfloat16" or params.device != "cpu"):
-        raise ConfigError(
-            f"model.quantization: {params.quantization} needs model.dtype bfloat16 and device cpu, not {params.dtype} "
-            f"and {params.device}"
-        )
+    if params.quantization != "none" and params.dtype != "bfloat16":
+        raise ConfigError(f"model.quantization: {params.quantization} needs model.dtype bfloat16, not {params.dtype}")
     if params.kv_dtype not in ("auto", *KV_DTYPES):
         raise ConfigError(f"kv.dtype: {params.kv_dtype!r} is not one of auto, {', '.join(KV_DTYPES)}")
-    if params.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda is not available here (no GPU, or a torch build without CUDA); use cpu")
+    check_device(params.device)
     for name in ("threads", "block_size", "layer_group", "tensor_parallel"):
         if getattr(params, name) < 1:
             raise ConfigError(f"{name}: {getattr(params, name)} must be at least 1")
+
+
+def check_device(device: str) -> None:
+    """Raises ConfigError for a device that is not here."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is not available here (no GPU, or a torch build without CUDA); use cpu")
 
 
 def _max_model_len(params: EngineParams, config: ModelConfig) -> int:

@@ -12,6 +12,7 @@ from ..proto.kv_layout import block_count
 from ..text.source import ModelSource, resolve
 from ..text.tokenizer import Tokenizer
 from .draft_model import DraftModel
+from .make_runner import make_runner
 from .params import EngineParams, SpeculationParams
 from .prompt_lookup import PromptLookup
 from .proposal_length import Costs
@@ -64,7 +65,7 @@ def _load_draft(params: SpeculationParams, engine: EngineParams) -> Runner:
             kv_bytes=params.draft_kv_bytes,
             max_model_len=None,
         )
-        runner = Runner(own, SingleRank(), _no_progress, None)
+        runner = make_runner(own, SingleRank(), _no_progress, None)
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {str(error).removeprefix('model.path: ')}") from error
     runner.warm_up()

@@ -72,7 +72,6 @@ def test_each_mistake_is_refused(text: str, expected: str) -> None:
             "quantization: int4, dtype: float32",
             "model.quantization: is int4, which needs model.dtype bfloat16, not float32",
         ),
-        ("quantization: w8a8}\npools: {decode: {device: cuda}", "model.quantization: is w8a8, which runs on CPUs only"),
     ],
 )
 def test_quantisation_that_cannot_run_is_refused(text: str, expected: str) -> None:

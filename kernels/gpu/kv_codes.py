@@ -32,20 +32,28 @@ def widen(codes, KIND: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def encode(values, KIND: tl.constexpr):
-    """float32 values [R, D] as codes [R, D] (int8, or e4m3 as uint8) and scales [R].
+def peak(values):
+    """The largest magnitude in each row of float32 values [R, D], as its bits: NaN is the largest of all.
 
-    Where a row has a value that is not finite, its scale is not finite either, and its codes mean nothing.
+    As integers magnitudes keep their order; a maximum of floats would lose NaN.
     """
-    # As integers magnitudes keep their order, and NaN is the largest of all: a maximum of floats would lose it.
-    magnitude = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    top = tl.max(magnitude.to(tl.int32, bitcast=True), 1)
+    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def scale_of(top, KIND: tl.constexpr):
+    """The scales of rows whose largest magnitudes have the bits `top`; where that is not finite, it is the scale."""
     highest = top.to(tl.float32, bitcast=True)
     if KIND == "int8":
         scale = tl.minimum(tl.maximum(tl.div_rn(highest, 127.0), _TINY), _INT8_LIMIT)
     else:
         scale = tl.minimum(tl.maximum(tl.div_rn(highest, 448.0), _TINY), _FP8_LIMIT)
-    scale = tl.where(top < 0x7F800000, scale, highest)
+    return tl.where(top < 0x7F800000, scale, highest)
+
+
+@triton.jit
+def codes_of(values, scale, KIND: tl.constexpr):
+    """float32 values [R, D] as codes [R, D] (int8, or e4m3 as uint8) for scales [R]; nothing where a scale is none."""
     scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
     if KIND == "int8":
         # Adding 1.5 * 2^23 rounds to an integer, halves to even, and leaves it in the low bits.
@@ -58,7 +66,17 @@ def encode(values, KIND: tl.constexpr):
         small = ((size * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)  # in units of 2^-9 below 2^-6
         code = tl.where(size < 0.015625, small, normal)
         codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-    return codes, scale
+    return codes
+
+
+@triton.jit
+def encode(values, KIND: tl.constexpr):
+    """float32 values [R, D] as codes [R, D] and scales [R].
+
+    Where a row has a value that is not finite, its scale is not finite either, and its codes mean nothing.
+    """
+    scale = scale_of(peak(values), KIND)
+    return codes_of(values, scale, KIND), scale
 
 
 def kind_of(keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor] | None) -> str:

@@ -72,6 +72,47 @@ def _copy(
 
 
 @triton.jit
+def _copy_rows(
+    table,
+    scale_table,
+    wire,
+    blocks,
+    items,
+    pages,
+    heads,
+    first_head,
+    low,
+    tokens,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TO_POOL: tl.constexpr,
+):
+    """Rows of codes: WORDS words in the pool, and behind them on the wire their scale."""
+    wide: tl.constexpr = WORDS + 1
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        layer, head, block, first, place, count = _run(item, blocks, pages, heads, low, tokens, PAGE)
+        at = (block * HEADS + first_head + head) * PAGE + first
+        codes = tl.load(table + layer).to(tl.pointer_type(tl.int32)) + at * WORDS
+        scales = tl.load(scale_table + layer).to(tl.pointer_type(tl.int32)) + at
+        target = wire + place * wide
+        for start in range(0, PAGE * wide, CHUNK):
+            word = start + tl.arange(0, CHUNK)
+            row, column = word // wide, word % wide
+            inside = word < count * wide
+            is_code, is_scale = inside & (column < WORDS), inside & (column == WORDS)
+            if TO_POOL:
+                value = tl.load(target + word, mask=inside)
+                tl.store(codes + row * WORDS + column, value, mask=is_code)
+                tl.store(scales + row, value, mask=is_scale)
+            else:
+                value = tl.load(codes + row * WORDS + column, mask=is_code, other=0)
+                value |= tl.load(scales + row, mask=is_scale, other=0)
+                tl.store(target + word, value, mask=inside)
+
+
+@triton.jit
 def _convert(
     table,
     codes,
@@ -122,18 +163,27 @@ def _convert(
 class DevicePages:
     """What kernels/kv_pages.py does, for a pool [layers, 2, blocks, heads, block_size, head_dim] on a GPU.
 
+    A pool of codes has its `scales` apart, float32 [layers, 2, blocks, heads, block_size], contiguous: the wire's rows
+    are the codes and behind them the scale (kernels/kv_rows.py), head_dim + 4 bytes.
+
     In all calls `blocks` are those that the tokens touch, the first token being `low` tokens into the first of them.
     Everything is queued on the current stream. Ranges are the caller's to check.
     """
 
-    def __init__(self, data: Tensor) -> None:
+    def __init__(self, data: Tensor, scales: Tensor | None = None) -> None:
         """`data` contiguous; rows of head_dim values in whole words of four bytes. Raises ValueError."""
         if not data.is_contiguous() or data.shape[5] * data.element_size() % 4:
             raise ValueError(f"a pool {list(data.shape)} of strides {data.stride()}: rows must be whole words")
-        layers, kinds, self._blocks, self._heads, self._size, self._dim = data.shape
-        addresses = [data.data_ptr() + data.stride(1) * data.element_size() * index for index in range(layers * kinds)]
+        if scales is not None and (scales.shape != data.shape[:5] or not scales.is_contiguous()):
+            raise ValueError(f"scales {list(scales.shape)} of strides {scales.stride()} for a pool {list(data.shape)}")
+        _, _, self._blocks, self._heads, self._size, self._dim = data.shape
+        addresses = _addresses(data)
         self._aligned = all(address % 16 == 0 for address in addresses)
         self._table = torch.tensor(addresses, dtype=torch.int64, device=data.device)
+        self._scale_table = None
+        if scales is not None:
+            self._scale_table = torch.tensor(_addresses(scales), dtype=torch.int64, device=data.device)
+        self._keep = (data, scales)
         self._data = data
 
     def gather(self, blocks: Sequence[int], layers: Span, heads: Span, low: int, tokens: int, memory: Tensor) -> None:
@@ -165,6 +215,18 @@ class DevicePages:
     ) -> None:
         row = self._dim * self._data.element_size() // 4
         wire = memory.view(-1).view(torch.int32)
+        if self._scale_table is not None:
+            options = self._options(to_pool)
+            del options["ALIGNED"]
+            _copy_rows[self._grid(blocks, layers, heads)](
+                *(self._table[2 * layers[0] :], self._scale_table[2 * layers[0] :], wire),
+                *self._where(blocks, layers, heads, low, tokens),
+                HEADS=self._heads,
+                WORDS=row,
+                CHUNK=min(_CHUNK, triton.next_power_of_2(self._size * (row + 1))),
+                **options,
+            )
+            return
         _copy[self._grid(blocks, layers, heads)](
             *(self._table[2 * layers[0] :], wire, *self._where(blocks, layers, heads, low, tokens)),
             self._heads * self._size * row,
@@ -220,3 +282,9 @@ class DevicePages:
         options = sizes("kv_pages", "all")
         del options["PROGRAMS"]
         return {"PAGE": self._size, "ALIGNED": self._aligned, "TO_POOL": to_pool, **options}
+
+
+def _addresses(data: Tensor) -> list[int]:
+    """Of each layer's keys and values, in turn."""
+    step = data.stride(1) * data.element_size()
+    return [data.data_ptr() + step * index for index in range(data.shape[0] * 2)]

@@ -47,10 +47,10 @@ def _head_norm() -> None:
     rms_norm(_empty(_TOKENS, 48, 128)[:, :32], _empty(128), 1e-6)
 
 
-def _rotate(dim: int) -> None:
-    pool, _ = _pool("half", dim)
+def _rotate(dim: int, kind: str = "half") -> None:
+    pool, scales = _pool(kind, dim)
     angles = _empty(_TOKENS, 1, dim // 2)
-    rotate_into_pages(_empty(_TOKENS, 48, dim), angles, angles, _empty(_TOKENS, dtype=INT64), pool, pool)
+    rotate_into_pages(_empty(_TOKENS, 48, dim), angles, angles, _empty(_TOKENS, dtype=INT64), pool, pool, scales)
 
 
 def _decode(kind: str, dim: int, batch: int = 16, context: int = 8192) -> None:
@@ -126,6 +126,14 @@ def _pages(quantise: str | None, scatter: bool) -> None:
     (pages.scatter_codes if scatter else pages.gather_codes)(*where, codes, scales)
 
 
+def _rows(scatter: bool) -> None:
+    """Of a pool of codes."""
+    shape = (4, 2, _BLOCKS, 8, 16)
+    pages = DevicePages(_empty(*shape, 128, dtype=torch.int8), _empty(*shape, dtype=FP32))
+    where = [1, 2, 3], (0, 4), (2, 6), 5, 40
+    (pages.scatter if scatter else pages.gather)(*where, _empty(4, 2, 4, 40, 132, dtype=torch.int8))
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm 576": partial(_norm, 576),
     "add_rms_norm 4096": partial(_norm, 4096),
@@ -133,6 +141,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "rms_norm of heads": _head_norm,
     "silu_mul 14336": lambda: void(silu_mul(_empty(_TOKENS, 28672))),
     **{f"rotate_into_pages {dim}": partial(_rotate, dim) for dim in (64, 80, 128)},
+    **{f"rotate_into_pages {kind}_128": partial(_rotate, 128, kind) for kind in ("int8", "fp8")},
     **{
         f"paged_prefill {kind}_{dim}, pages of {size}": partial(_prefill, kind, dim, size)
         for kind, dims, sizes in _PREFILLS
@@ -164,6 +173,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         for name in ("gather", "scatter")
         for kind in (None, "int8", "fp8")
     },
+    "kv_pages gather rows": partial(_rows, False),
+    "kv_pages scatter rows": partial(_rows, True),
 }
 
 

@@ -83,6 +83,36 @@ def test_a_rotation_on_the_way_into_the_pages(
     assert torch.equal(ours[:, queries:].cpu(), heads[:, queries:])
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(("queries", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 20)])
+def test_a_rotation_on_the_way_into_pages_of_codes(
+    queries: int, kv_heads: int, dim: int, kind: str, device: torch.device
+) -> None:
+    """The codes of the plain floats that a pool of floats gets; a row with what is no number is none."""
+    heads = normal(5, queries + 2 * kv_heads, dim, dtype=torch.float32)
+    heads[3, queries, 1], heads[2, -1, 0] = float("inf"), float("nan")
+    slots = torch.tensor([9, 0, 7, -1, 4]).to(device)
+    frequencies = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    cos, sin = (part.to(device) for part in angles(torch.arange(5), frequencies, 1.0, torch.float32))
+    floats = torch.zeros(2, 3, kv_heads, 4, dim, device=device)
+    rotate_into_pages(heads.clone().to(device), cos, sin, slots, *floats)
+    stored = torch.int8 if kind == "int8" else torch.uint8
+    codes = torch.full(floats.shape, 7, dtype=stored, device=device)
+    scales = torch.full(floats.shape[:4], 7.0, device=device)
+    rotate_into_pages(heads.clone().to(device), cos, sin, slots, codes[0], codes[1], (scales[0], scales[1]))
+    written = torch.zeros(2, 3, kv_heads, 4, dtype=torch.bool)
+    for slot in (9, 0, 7, 4):
+        written[:, slot // 4, :, slot % 4] = True
+    assert (scales.cpu()[~written] == 7).all()
+    assert (codes.cpu()[~written] == 7).all()
+    finite = floats.isfinite().all(-1).cpu()
+    assert not finite.all()
+    assert scales.cpu()[~finite].isnan().all()
+    expected, expected_scales = reference.quantize_kv(floats.cpu()[written & finite], kind)
+    assert torch.equal(codes.cpu()[written & finite], expected.view(stored))
+    assert torch.equal(scales.cpu()[written & finite], expected_scales)
+
+
 def test_wrong_shapes_are_named(device: torch.device) -> None:
     rows = torch.zeros(3, 8, device=device)
     with pytest.raises(ValueError, match=r"weight \[4\] for rows of 8"):

@@ -48,6 +48,30 @@ def test_the_same_bytes_as_on_a_cpu(shape: tuple[int, int, int, int], dtype: tor
         assert torch.equal(target.cpu(), expected)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 16), (1, 1, 24, 8)])
+def test_rows_of_codes_travel_with_their_scales(shape: tuple[int, int, int, int], device: torch.device) -> None:
+    """A pool of rows (codes, then the scale) on a CPU, and the same with scales apart."""
+    layers, heads, size, dim = shape
+    rows = torch.randint(-128, 128, (layers, 2, 7, heads, size, dim + 4), dtype=torch.int8)
+    codes = rows[..., :dim].contiguous().to(device)
+    scales = rows[..., dim:].contiguous().view(torch.float32)[..., 0].contiguous().to(device)
+    for blocks, layer_span, head_span, low, tokens in cuts(shape):
+        counts = (layer_span[1] - layer_span[0], 2, head_span[1] - head_span[0], tokens)
+        wire = torch.empty(*counts, dim + 4, dtype=torch.int8)
+        Pages(rows).gather(blocks, layer_span, head_span, low, tokens, wire)
+        found = torch.zeros_like(wire, device=device)
+        DevicePages(codes, scales).gather(blocks, layer_span, head_span, low, tokens, found)
+        assert torch.equal(found.cpu(), wire)
+        expected, wire = rows.clone(), wire.flip(3).contiguous()
+        Pages(expected).scatter(blocks, layer_span, head_span, low, tokens, wire)
+        own, own_scales = codes.clone(), scales.clone()
+        DevicePages(own, own_scales).scatter(blocks, layer_span, head_span, low, tokens, wire.to(device))
+        assert torch.equal(own.cpu(), expected[..., :dim])
+        assert torch.equal(
+            own_scales.cpu().view(torch.int32), expected[..., dim:].contiguous().view(torch.int32)[..., 0]
+        )
+
+
 @pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 16), (1, 1, 24, 80)])
 def test_the_same_codes_as_the_reference(shape: tuple[int, int, int, int], kind: str, device: torch.device) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from baton.engine.device_model import coded_linear
+from baton.engine.params import Quantization
 from baton.engine.quantized import Int4Weight, Int8Weight, full, quantize
 from baton.kernels.gpu.linear import int4_linear, int8_linear, pack_int4
 
@@ -66,6 +68,15 @@ def test_bits_do_not_depend_on_the_rows(kind: str, device: torch.device) -> None
     whole = run(kind, weight, x, None)
     for part in (slice(0, 1), slice(3, 9), slice(18, 19)):
         assert torch.equal(run(kind, weight, x[part], None), whole[part])
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "int4"])
+def test_the_engine_weights_in_codes(scheme: Quantization, device: torch.device) -> None:
+    weight, rows = quantize(normal(40, 128, seed=1), scheme), normal(3, 128, seed=2)
+    assert not isinstance(weight, torch.Tensor)
+    bias = normal(40, seed=3)
+    ours = coded_linear(weight, bias.to(device), device, True)(rows.to(device)).cpu()
+    torch.testing.assert_close(ours, rows @ weight.dequantize().t() + bias, atol=1e-4, rtol=1e-4)
 
 
 def test_wrong_arguments_are_named(device: torch.device) -> None:
