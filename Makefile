@@ -38,8 +38,7 @@ test-slow: install
 
 # Kernels for GPUs: numbers in Triton's interpreter, then machine code for three generations against its budgets.
 kernels: install
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/gpu
-	$(BIN)/python -m baton.tests.gpu.gate
+	$(BIN)/python -m baton.tests.gpu.check
 
 check: install
 	mkdir -p .types && ln -sfn .. .types/baton

@@ -81,7 +81,7 @@ class TorchGroup:
         """
         channel.store.set_timeout(datetime.timedelta(seconds=timeout_s))
         try:
-            return TorchGroup(make_group(backend, channel.store, rank, size, timeout_s, host), ordered)
+            return TorchGroup(make_group(backend, channel.store, rank, size, timeout_s, host, channels=None), ordered)
         except (TimeoutError, ConnectionError, RuntimeError) as error:
             raise RankLost(f"rank {rank} could not join its group: {error}") from error
 

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, Work
 
-_NCCL_CHANNELS = 4  # each channel costs GPU memory and SMs; the link is the bottleneck long before
+LINK_CHANNELS = 4  # each channel costs GPU memory and SMs; a link is the bottleneck long before
 _NEVER_S = 86_400.0
 _SO_ATTACH_FILTER = 26  # Linux; the socket module has no name for it
 _BPF_RETURN = 6
@@ -220,11 +220,35 @@ class Group(Protocol):
     def abort(self) -> None: ...
 
 
-def make_group(backend: str, store: ReplicatedStore, rank: int, size: int, timeout_s: float, host: str) -> Group:
+def nccl_environment(interface: str, timeout_s: float) -> dict[str, str]:
+    """What NCCL and torch read when a group is made, unless it is set already.
+
+    A failed or late operation must not end the process (torch's default): whoever waits for it finds out, and aborts.
+    """
+    return {
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # abort the communicator, and leave the process alone
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, round(timeout_s))),
+    }
+
+
+def make_group(
+    backend: str,
+    store: ReplicatedStore,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    host: str,
+    channels: int | None = LINK_CHANNELS,
+) -> Group:
     """A process group of `size` ranks that uses the network only through `host`, an address of this machine.
 
     backend: "gloo" (CPU tensors) or "nccl" (CUDA tensors; the current device is the rank's device). `timeout_s` limits
-    the rendezvous and every operation. Raises ValueError for another backend, a host that is not ours, or NCCL in a
+    the rendezvous and every operation. `channels`: CTAs that NCCL may take while others compute, and then it connects
+    without blocking, within the limit; None: as many as it likes.
+
+    Raises ValueError for another backend, a host that is not ours, or NCCL in a
     torch without it; TimeoutError when the peers do not come in time, ConnectionError when the channel failed, and
     RuntimeError from torch when a pair cannot connect.
     """
@@ -238,10 +262,13 @@ def make_group(backend: str, store: ReplicatedStore, rank: int, size: int, timeo
     elif backend == "nccl":
         if not dist.is_nccl_available() or not torch.cuda.is_available():
             raise ValueError("this torch has no NCCL, or there is no CUDA device")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
+        for name, value in nccl_environment(interface_of(host), timeout_s).items():
+            os.environ.setdefault(name, value)
         kind = dist.ProcessGroupNCCL
         options = kind.Options()
-        options.config.max_ctas = _NCCL_CHANNELS
+        if channels is not None:
+            options.config.blocking = 0
+            options.config.min_ctas, options.config.max_ctas = 1, channels
     else:
         raise ValueError(f"unknown process group backend {backend!r}: gloo or nccl")
     options._timeout = limit

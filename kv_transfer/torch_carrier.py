@@ -11,7 +11,7 @@ import datetime
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -23,14 +23,17 @@ from .watchdog import Watchdog
 from .wire import Wire, WireError, field
 
 _PUMP_S = 0.002
+_LOOK_S = 0.00005
 _PROBE_BYTES = 8
 
 
 class TorchCarrier:
     """A process group of two: prefill is rank 0, decode rank 1. After any failure it is closed and never used again.
 
-    A frame is one message. gloo moves it in a thread of its own: the sender gathers the next frame meanwhile, and the
-    receiver lets a few come while it places one. With NCCL a stream orders all of that, and each call waits for it.
+    A frame is one message, and RING buffers go round: the sender gathers the next frame while some are on their way,
+    and waits for the oldest when all are; the receiver lets a few come while it places one. gloo moves them in a thread
+    of its own, NCCL on a stream: there an operation is over when the event behind it is, for which the calling thread
+    looks, so that it is never stuck in CUDA when the watchdog aborts the group.
     """
 
     def __init__(self, name: str, group: Group, limit_s: float, watchdog: Watchdog | None) -> None:
@@ -40,12 +43,13 @@ class TorchCarrier:
         self._group: Group | None = group
         self._peer = 1 - group.rank()
         self._limit_s = limit_s
-        self._ahead = RING - 1 if self.device.type == "cpu" else 0  # receives that are posted early
+        self.bytes = 0  # of frames that were sent or received
+        self._stream = _stream(self.device)
         self._free: list[torch.Tensor] = []
-        self._sending: deque[tuple[Work, torch.Tensor, torch.Tensor]] = deque()  # with what was lent for it
+        self._sending: deque[tuple[_Operation, torch.Tensor, torch.Tensor]] = deque()  # with what was lent for it
         self._lent: torch.Tensor | None = None
         self._due: deque[int] = deque()  # sizes that are expected and not posted
-        self._posted: deque[tuple[Work, torch.Tensor, torch.Tensor]] = deque()
+        self._posted: deque[tuple[_Operation, torch.Tensor, torch.Tensor]] = deque()
 
     def begin(self, size: int) -> None:
         """Every frame is a message of its own."""
@@ -54,8 +58,8 @@ class TorchCarrier:
         """One of a few buffers, the peer having taken what was in it."""
         try:
             while len(self._sending) >= RING or (self._sending and self._sending[0][0].is_completed()):
-                work, whole, frame = self._sending[0]
-                work.wait(self._limit(frame))
+                operation, whole, frame = self._sending[0]
+                self._finish(operation, frame)
                 self._sending.popleft()
                 self._free.append(whole)
         except RuntimeError as error:
@@ -71,34 +75,26 @@ class TorchCarrier:
         """Begin to send: a failure that is not seen here is seen by the receiving end, within the same limit."""
         whole, self._lent = self._lent, None
         try:
-            with self._watched(frame):
-                work = self._open().send([frame], self._peer, 0)
-                if self._ahead:
-                    self._sending.append((work, frame if whole is None else whole, frame))
-                    return
-                work.wait(self._limit(frame))
-                self._settle()
+            with self._queued():
+                operation = self._begun(self._open().send([frame], self._peer, 0))
         except RuntimeError as error:
             raise CarrierFailed(_reason(self.name, error)) from error
-        if whole is not None:
-            self._free.append(whole)
+        self._sending.append((operation, frame if whole is None else whole, frame))
 
     def expect(self, size: int) -> None:
         """Post the receive if few are."""
         self._due.append(size)
-        self._post(self._ahead)
+        self._post()
 
     def receive(self, size: int) -> torch.Tensor:
         """Returns when the frame is here. A shorter message would leave its tail: sizes come from the announcement."""
         self.release()
         try:
-            self._post(max(1, self._ahead))
-            work, whole, frame = self._posted.popleft()
+            self._post()
+            operation, whole, frame = self._posted.popleft()
             if frame.numel() != size:
                 raise CarrierFailed(f"{self.name}: {size} bytes are wanted, {frame.numel()} were expected")
-            with self._watched(frame):
-                work.wait(self._limit(frame))
-                self._settle()
+            self._finish(operation, frame)
         except RuntimeError as error:
             raise CarrierFailed(_reason(self.name, error)) from error
         self._lent = whole
@@ -109,7 +105,7 @@ class TorchCarrier:
         if self._lent is not None:
             self._free.append(self._lent)
             self._lent = None
-            self._post(self._ahead)
+            self._post()
 
     def close(self) -> None:
         """Abort what is in flight and let the group go, which closes its connection: the peer fails at once."""
@@ -123,14 +119,16 @@ class TorchCarrier:
         self._posted.clear()
         self._due.clear()
 
-    def _post(self, count: int) -> None:
-        """Have `count` receives under way, if so many frames are due."""
+    def _post(self) -> None:
+        """Have receives under way for all buffers but the one that is being placed, if so many frames are due."""
         try:
-            while self._due and len(self._posted) < count:
+            while self._due and len(self._posted) < RING - 1:
                 size = self._due.popleft()
                 whole = self._take(size)
                 frame = whole[:size]
-                self._posted.append((self._open().recv([frame], self._peer, 0), whole, frame))
+                with self._queued():
+                    operation = self._begun(self._open().recv([frame], self._peer, 0))
+                self._posted.append((operation, whole, frame))
         except RuntimeError as error:
             raise CarrierFailed(_reason(self.name, error)) from error
 
@@ -158,10 +156,56 @@ class TorchCarrier:
             return contextlib.nullcontext()
         return self._watchdog.watching(self._limit(frame).total_seconds())
 
-    def _settle(self) -> None:
-        """NCCL's wait only orders streams; the bytes are there when the stream has drained."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def _queued(self) -> contextlib.AbstractContextManager[None]:
+        if self._stream is None:
+            return contextlib.nullcontext()
+        scope: contextlib.AbstractContextManager[None] = torch.cuda.stream(self._stream)
+        return scope
+
+    def _begun(self, work: Work) -> _Operation:
+        return work if self._stream is None else _OnStream(work, self._stream)
+
+    def _finish(self, operation: _Operation, frame: torch.Tensor) -> None:
+        """Returns when the operation is over. Raises RuntimeError when it failed, takes too long or was aborted."""
+        with self._watched(frame):
+            operation.wait(self._limit(frame))
+        if self._watchdog is not None and self._watchdog.reason:
+            raise RuntimeError(f"aborted: {self._watchdog.reason}")
+        self.bytes += frame.numel()
+
+
+class _Operation(Protocol):
+    """A message on its way."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self, limit: datetime.timedelta, /) -> object: ...
+
+
+class _OnStream:
+    """An operation of NCCL, which is over when the event behind it is."""
+
+    def __init__(self, work: Work, stream: Any) -> None:
+        work.wait()  # orders the stream behind it, and returns at once
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def is_completed(self) -> bool:
+        """Whether the bytes are there, or were taken."""
+        return bool(self._event.query())
+
+    def wait(self, limit: datetime.timedelta) -> None:
+        """Raises RuntimeError after `limit`."""
+        deadline = time.monotonic() + limit.total_seconds()
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"an operation takes more than {limit.total_seconds():g} s")
+            time.sleep(_LOOK_S)
+
+
+def _stream(device: torch.device) -> Any:
+    """One of the carrier's own; None on a CPU."""
+    kind: Any = torch.cuda.Stream
+    return kind(device) if device.type == "cuda" else None
 
 
 class Rendezvous:

@@ -77,7 +77,7 @@ def _search(
     per_chunk: tl.constexpr = CHUNK // BLOCK
     found = limit * 0
     below = target * 0.0
-    for step in tl.static_range(8):
+    for step in range(8):
         shift = 28 - 4 * step
         inside = tl.zeros((16,), tl.float32)
         for start in range(0, vocab, CHUNK):

@@ -1,4 +1,4 @@
-"""What the machine code of a kernel says about it, without a GPU: the cubin's resources and its disassembly."""
+"""What the code of a kernel says about it, without a GPU: the cubin's resources, and the accesses in its PTX."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PTX = {
     "cp.async": r"cp\.async\.c[ag]",
     "tma": r"cp\.async\.bulk\.tensor",
 }
-_OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.M)
-_GLOBAL = ("LDG", "STG", "LDGSTS")  # instructions between global memory and registers or shared memory
-_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # bytes; others move 4
+_SPILL = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(?:STL|LDL)\b", re.M)
+_ACCESS = re.compile(r"\b(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)\b")  # between global memory and registers
+_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\b[^;]*?\],\s*0x([0-9a-f]+)")  # to shared memory; bytes
 _SHARED_PER_SM = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 
 
@@ -34,7 +34,7 @@ class Compiled:
     spills: int  # loads and stores of local memory, in the code
     shared: int  # bytes
     ctas: int  # resident on an SM, by registers, warps and shared memory
-    vector: float  # bytes of 128-bit accesses over all to global memory, in the code; 1 where there are none
+    vector: float  # bytes of 128-bit accesses over all to global memory, in the PTX; 1 where there are none
     instructions: dict[str, int]  # of those that `_PTX` names
 
 
@@ -43,35 +43,34 @@ def inspect(kernel: Any, folder: Path) -> Compiled:
     kept = folder / f"{kernel.hash}.json"
     if kept.exists():
         return Compiled(**json.loads(kept.read_text()))
-    result = _disassemble(kernel)
+    result = _read(kernel)
     kept.write_text(json.dumps(asdict(result)))
     return result
 
 
-def _disassemble(kernel: Any) -> Compiled:
+def _read(kernel: Any) -> Compiled:
+    meta, ptx = kernel.metadata, kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
         usage = _output(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name)
-        code = _output(knobs.nvidia.nvdisasm.path, "-c", cubin.name)
+        local = int(_matched(r"STACK:(\d+)", usage)) + int(_matched(r"LOCAL:(\d+)", usage))
+        # a kernel without local memory cannot spill: disassembling costs ten times what all else does
+        code = _output(knobs.nvidia.nvdisasm.path, "-c", cubin.name) if local else ""
     registers = int(_matched(r"REG:(\d+)", usage))
-    opcodes = Counter(_OPCODE.findall(code))
-    families: Counter[str] = Counter()
     moved: Counter[int] = Counter()  # bytes, by the width of an access
-    for opcode, count in opcodes.items():
-        family, *rest = opcode.split(".")
-        families[family] += count
-        if family in _GLOBAL:
-            width = next((_WIDTHS[part] for part in rest if part in _WIDTHS), 4)
-            moved[width] += count * width
-    meta = kernel.metadata
+    for count, bits in _ACCESS.findall(ptx):
+        width = int(count or 1) * int(bits) // 8
+        moved[width] += width
+    for digits in _ASYNC.findall(ptx):
+        moved[int(digits, 16)] += int(digits, 16)
     return Compiled(
         registers=registers,
-        spills=families["STL"] + families["LDL"],
+        spills=len(_SPILL.findall(code)),
         shared=meta.shared,
         ctas=_ctas(registers, meta.num_warps, meta.shared, meta.target.arch),
         vector=moved[16] / moved.total() if moved else 1.0,
-        instructions={name: n for name, what in _PTX.items() if (n := len(re.findall(what, kernel.asm["ptx"])))},
+        instructions={name: n for name, what in _PTX.items() if (n := len(re.findall(what, ptx)))},
     )
 
 

@@ -1,0 +1,27 @@
+"""The self-test of carriers between two processes, as `baton doctor` runs it on a GPU machine; here without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from baton.kernels.process_group import nccl_environment
+from baton.kv_transfer.loopback import LoopbackFailed, measure
+
+
+@pytest.mark.parametrize("name", ["inline", "gloo", "shm"])
+def test_frames_arrive_whole_and_are_timed(name: str) -> None:
+    assert measure(name, "127.0.0.1", 20.0, 9, 50_000) > 1e5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
+def test_what_cannot_be_built_is_said(name: str) -> None:
+    with pytest.raises(LoopbackFailed, match=r"no NCCL|no CUDA device|NVIDIA|CUDA"):
+        measure(name, "127.0.0.1", 5.0, 2, 100)
+
+
+def test_a_late_operation_of_nccl_does_not_end_the_process() -> None:
+    found = nccl_environment("eth7", 2.4)
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert found["NCCL_SOCKET_IFNAME"] == "=eth7"
+    assert found["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "2"
