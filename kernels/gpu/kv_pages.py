@@ -170,8 +170,11 @@ class DevicePages:
     Everything is queued on the current stream. Ranges are the caller's to check.
     """
 
-    def __init__(self, data: Tensor, scales: Tensor | None = None) -> None:
-        """`data` contiguous; rows of head_dim values in whole words of four bytes. Raises ValueError."""
+    def __init__(self, data: Tensor, scales: Tensor | None = None, programs: int | None = None) -> None:
+        """`data` contiguous; rows of head_dim values in whole words of four bytes. Raises ValueError.
+
+        programs: how many copy at once, at most; None: as few as leave the GPU to the step that they overlap.
+        """
         if not data.is_contiguous() or data.shape[5] * data.element_size() % 4:
             raise ValueError(f"a pool {list(data.shape)} of strides {data.stride()}: rows must be whole words")
         if scales is not None and (scales.shape != data.shape[:5] or not scales.is_contiguous()):
@@ -184,6 +187,7 @@ class DevicePages:
         if scales is not None:
             self._scale_table = torch.tensor(_addresses(scales), dtype=torch.int64, device=data.device)
         self._keep = (data, scales)
+        self._programs = programs
         self._data = data
 
     def gather(self, blocks: Sequence[int], layers: Span, heads: Span, low: int, tokens: int, memory: Tensor) -> None:
@@ -267,7 +271,7 @@ class DevicePages:
 
     def _grid(self, blocks: Sequence[int], layers: Span, heads: Span) -> tuple[int]:
         items = 2 * (layers[1] - layers[0]) * (heads[1] - heads[0]) * len(blocks)
-        return (min(items, sizes("kv_pages", "all")["PROGRAMS"]),)
+        return (min(items, self._programs or sizes("kv_pages", "all")["PROGRAMS"]),)
 
     def _where(self, blocks: Sequence[int], layers: Span, heads: Span, low: int, tokens: int) -> tuple[Any, ...]:
         """The arguments that say which runs: blocks, items, pages, heads, first_head, low, tokens."""
