@@ -94,7 +94,11 @@ class SendWindow:
         return sum(not flight.handed_over for flight in self._flights.values()) < self._size
 
     def check(self, now: float, limit_s: float) -> None:
-        """Raises WireError when nothing at all has gone on with the frames on their way for too long."""
+        """Raises WireError when nothing at all has gone on with the frames on their way for too long.
+
+        A change to inline has twice the time, that of the failed operation included: the decode rank may have to wait
+        for the end of it as well.
+        """
         unsent, before = self._wire.unsent(), self._unsent  # inline, bytes leave after they were handed over
         self._unsent = unsent
         if unsent < before or (self._granted and self._granted[0].waits):
@@ -254,7 +258,6 @@ class SendWindow:
         self._carrier = InlineCarrier(self._wire)
         self._granted.clear()
         self._switching = True
-        self._progress_at = time.monotonic()
         self._wire.send("switch")
 
     def _prove_again(self, sequence: int) -> None:
