@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..engine.block_pool import BlockPool
+from ..engine.prompt_chunks import reusable
 from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, DeadlineExceeded, Exhausted, InvalidRequest, TransferFailed
 from ..proto.kv_layout import block_count
@@ -143,7 +144,8 @@ class Intake:
         if self._blocked == (leg.key, pool.free):
             return None  # nothing has changed since the last look
         need = blocks_needed(leg, pool.block_size)
-        shared = pool.match(leg.tokens[:-1], leg.salt)  # the last token comes from prefill in any case
+        # the last token comes from prefill in any case
+        shared = pool.match(reusable(leg) if head.compute else leg.tokens[:-1], leg.salt)
         if need.total - len(shared) > pool.free_after_pin(shared):
             self._blocked = (leg.key, pool.free)
             return None

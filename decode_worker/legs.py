@@ -281,9 +281,15 @@ class DecodeLegs:
     ) -> list[Effect]:
         """These chunks ran; `drawn` has a row for each that draws. A whole prompt's choices join the batch."""
         effects: list[Effect] = []
-        for reservation, first in self.prompts.computed(self.intake.reserved, steps, drawn, now):
+        for reservation, news in self.prompts.computed(self.intake.reserved, steps, drawn, now):
             key = reservation.leg.key
-            effects.append(Tell(reservation.session, pb.WorkerEvent(first=first)))
+            if isinstance(news, BatonError):
+                effects += self.fail(key, news)
+                continue
+            effects.append(Tell(reservation.session, news))
+            if not news.HasField("first"):
+                continue
+            first = news.first
             if all(token.finish_reason for token in first.tokens):
                 effects += self.cancel(key)
                 continue

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from ..engine.block_pool import BlockPool
 from ..engine.prefill_scheduler import Chunk, PrefillScheduler
-from ..engine.step import Draw, SampledToken, SequenceStep
+from ..engine.prompt_chunks import scores_event, step_of
+from ..engine.step import SampledToken, SequenceStep
 from ..proto import worker_pb2 as pb
+from ..proto.errors import BatonError
 from ..proto.leg import LegKey, ref_of
 from .effects import token_message
 from .intake import Reservation
@@ -41,7 +43,8 @@ class Prompts:
 
     def plan(self, reserved: Mapping[LegKey, Reservation]) -> list[SequenceStep]:
         """The chunks of the next step; a prompt's last one draws the first token of all its choices."""
-        return [_step_for(reserved[chunk.key], chunk) for chunk in self._scheduler.plan()]
+        planned = ((reserved[chunk.key], chunk) for chunk in self._scheduler.plan())
+        return [step_of(r.leg, chunk, r.blocks[: r.need.table]) for r, chunk in planned]
 
     def computed(
         self,
@@ -49,10 +52,10 @@ class Prompts:
         steps: Sequence[SequenceStep],
         drawn: Sequence[Sequence[SampledToken]],
         now: float,
-    ) -> list[tuple[Reservation, pb.FirstTokens]]:
-        """Chunks ran; `drawn` has a row for each that draws. Returns the prompts that are whole with their first
-        tokens; those that are gone are skipped."""
-        rows, whole = iter(drawn), []
+    ) -> list[tuple[Reservation, pb.WorkerEvent | BatonError]]:
+        """Chunks ran; `drawn` has a row for each that draws. Returns what each reservation's router is told, the first
+        tokens of a whole prompt being the last of it, or why there are none; those that are gone are skipped."""
+        rows, news = iter(drawn), list[tuple[Reservation, pb.WorkerEvent | BatonError]]()
         for step in steps:
             row = next(rows) if step.draw is not None else None
             key = (step.request_id, step.attempt, step.first_choice)
@@ -64,20 +67,13 @@ class Prompts:
             leg = reservation.leg
             reservation.chunks += 1
             self._pool.publish(step.blocks, leg.tokens[: step.end], leg.salt)
+            if step.scores is not None:
+                news.append((reservation, scores_event(key, step.start, step.scores)))
             if row is not None:
-                whole.append((reservation, _first_tokens(reservation, row, now)))
-        return whole
-
-
-def _step_for(reservation: Reservation, chunk: Chunk) -> SequenceStep:
-    leg = reservation.leg
-    return SequenceStep(
-        *leg.key,
-        tokens=leg.tokens[chunk.start : chunk.stop],
-        start=chunk.start,
-        blocks=reservation.blocks[: reservation.need.table],
-        draw=Draw(leg.sampling, leg.choices, leg.prompt, leg.generated) if chunk.stop == leg.length else None,
-    )
+                error = row[0].error
+                first = error or pb.WorkerEvent(first=_first_tokens(reservation, row, now))
+                news.append((reservation, first))
+        return news
 
 
 def _first_tokens(reservation: Reservation, row: Sequence[SampledToken], now: float) -> pb.FirstTokens:

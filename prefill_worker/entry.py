@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..engine.step import PromptScores, SampledToken
+from ..engine.step import SampledToken
 from ..kv_transfer.send_reports import SendReports
 from ..proto import worker_pb2 as pb
-from ..proto.leg import Leg, LegKey, ref_of
+from ..proto.leg import Leg, ref_of
 from ..proto.sampling import finish_reason
 
 
@@ -74,15 +74,6 @@ def first_event(entry: Entry, row: Sequence[SampledToken], now: float) -> pb.Fir
         fetched_tokens=entry.fetched,
         drawn_at=now,
     )
-
-
-def scores_event(key: LegKey, start: int, scores: PromptScores) -> pb.WorkerEvent:
-    """What the model thinks of the prompt's tokens behind those of a chunk that begins at `start`."""
-    message = pb.PromptScores(leg=ref_of(key), start=start + 1)
-    for score in scores.found:
-        top = [pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in score.top]
-        message.scores.add(logprob=score.logprob, top=top)
-    return pb.WorkerEvent(prompt_scores=message)
 
 
 def repeated(first: pb.FirstTokens, leg: Leg) -> pb.FirstTokens:

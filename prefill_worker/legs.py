@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 from ..engine.block_pool import BlockPool
 from ..engine.prefill_scheduler import Chunk, PrefillScheduler
-from ..engine.step import Draw, PromptScores, SampledToken, SequenceStep
+from ..engine.prompt_chunks import reusable, scores_event, step_of
+from ..engine.step import SampledToken, SequenceStep
 from ..kv_transfer.events import Sent
 from ..kv_transfer.send_reports import SendReports
 from ..kv_transfer.ticket import Ticket
@@ -43,7 +44,7 @@ from .effects import (
     failed,
     unsent,
 )
-from .entry import Entry, Order, Phase, first_event, repeated, scores_event
+from .entry import Entry, Order, Phase, first_event, repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,8 @@ class PrefillLegs:
 
     def plan(self) -> list[SequenceStep]:
         """What the engine runs next; a prompt's last chunk draws the first token of all its choices."""
-        return [self._step_for(self._legs[chunk.key].leg, chunk) for chunk in self.scheduler.plan()]
+        planned = ((self._legs[chunk.key], chunk) for chunk in self.scheduler.plan())
+        return [step_of(entry.leg, chunk, entry.blocks) for entry, chunk in planned]
 
     def computed(
         self, steps: Sequence[SequenceStep], drawn: Sequence[Sequence[SampledToken]], now: float
@@ -270,17 +272,6 @@ class PrefillLegs:
                 effects += self._first_tokens(entry, row, now)
         return effects
 
-    def _step_for(self, leg: Leg, chunk: Chunk) -> SequenceStep:
-        last = chunk.stop == leg.length
-        return SequenceStep(
-            *leg.key,
-            tokens=leg.tokens[chunk.start : chunk.stop],
-            start=chunk.start,
-            blocks=self._legs[leg.key].blocks,
-            draw=Draw(leg.sampling, leg.choices, leg.prompt, leg.generated) if last else None,
-            scores=_scores(leg, chunk),
-        )
-
     def _first_tokens(self, entry: Entry, row: Sequence[SampledToken], now: float) -> list[Effect]:
         key = entry.leg.key
         entry.phase, entry.computed_at = Phase.HELD, now
@@ -300,7 +291,7 @@ class PrefillLegs:
         leg = entry.leg
         if self._blocked == (leg.key, self.pool.free):
             return False  # nothing has changed since the last look
-        shared = self.pool.match(_reusable(leg), leg.salt)
+        shared = self.pool.match(reusable(leg), leg.salt)
         rest = block_count(leg.length, self.pool.block_size) - len(shared)
         if rest > self.pool.free_after_pin(shared):
             self._blocked = (leg.key, self.pool.free)
@@ -316,7 +307,7 @@ class PrefillLegs:
         """Compute, after the prefix that the decode worker holds has come, where that is worth asking for."""
         leg, rules = entry.leg, self._rules
         entry.admitted = now
-        stop = min(_offered(entry.ticket), len(_reusable(leg)))
+        stop = min(_offered(entry.ticket), len(reusable(leg)))
         if not rules.fetch_tokens or stop - entry.cached < rules.fetch_tokens:
             return self._compute(entry)
         entry.phase, entry.fetch_stop, entry.fetch_until = Phase.FETCHING, stop, now + rules.fetch_s
@@ -381,18 +372,6 @@ class PrefillLegs:
         if entry.phase is Phase.FETCHING:
             return [ForgetPrefix(key)]
         return [CancelTransfer(key)] if entry.sending else []
-
-
-def _reusable(leg: Leg) -> list[int]:
-    """The tokens whose KV may come from elsewhere: not those whose logits are wanted."""
-    return leg.tokens[:-1] if leg.sampling.prompt_logprobs is None else []
-
-
-def _scores(leg: Leg, chunk: Chunk) -> PromptScores | None:
-    """What is asked about the prompt's tokens behind those of the chunk."""
-    top = leg.sampling.prompt_logprobs
-    targets = leg.prompt[chunk.start + 1 : chunk.stop + 1]
-    return None if top is None or not targets else PromptScores(targets, top)
 
 
 def _gone(held: LegKey) -> BatonError:
