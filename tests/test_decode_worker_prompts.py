@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from baton.engine.step import SampledToken, TokenScore
 from baton.proto import failpoints
 from baton.proto import worker_pb2 as pb
-from baton.proto.errors import InternalError
+from baton.proto.errors import InternalError, InvalidRequest
 from baton.proto.leg import key_of, ref_of
-from baton.tests.harness.legs_rig import BLOCK, DecodeBook, leg
+from baton.tests.harness.legs_rig import BLOCK, DecodeBook, drawn, leg
 from baton.tests.harness.monolithic import Monolithic, sampling
 from baton.tests.harness.worker_rig import WorkerProcess, decode_params, engine_params, session
 from baton.tests.harness.worker_router import Answer, leg_message
@@ -110,6 +111,39 @@ def test_only_its_deadline_ends_a_prompt_that_waits_for_its_turn() -> None:
         (slow.key[0], "deadline_exceeded")
     ]
     assert book.pool.used == 0
+
+
+def test_what_is_thought_of_a_prompt_is_told_chunk_by_chunk_and_nothing_cached_is_used() -> None:
+    book = DecodeBook(blocks=20, budget=6)
+    book.submit(leg(9, 2), compute=True)
+    for _ in range(3):
+        book.step()
+    one = leg(9, 3, prompt_logprobs=0)
+    book.submit(one, compute=True)
+    book.do(book.legs.admit(0.0))
+    for due in (6, 2):  # behind the last token of the prompt comes nothing
+        (chunk,) = book.legs.plan_prompts()
+        assert chunk.scores is not None
+        assert len(chunk.scores.targets) == due
+        chunk.scores.found += [TokenScore(-float(token), ()) for token in chunk.scores.targets]
+        book.do(book.legs.prompts_computed([chunk], drawn([chunk]), 0.0))
+    said = book.of("prompt_scores")
+    assert [body.start for body in said] == [1, 7]
+    assert [score.logprob for body in said for score in body.scores] == [-float(token) for token in one.prompt[1:]]
+    kinds = [event.WhichOneof("event") for event in book.told]
+    assert kinds[-5:] == ["prompt_scores", "prompt_scores", "first", "committed", "tokens"]
+
+
+def test_a_prompt_from_which_nothing_can_be_drawn_fails_with_the_reason() -> None:
+    book = DecodeBook()
+    one = book.submit(leg(5, 4), compute=True)
+    book.do(book.legs.admit(0.0))
+    book.do(book.legs.prompts_computed(book.legs.plan_prompts(), [], 0.0))
+    error = InvalidRequest("the grammar allows no token", field="grammar")
+    none = [[SampledToken(0, 0, None, (), error)]]
+    book.do(book.legs.prompts_computed(book.legs.plan_prompts(), none, 0.0))
+    assert [(failed.leg.request_id, failed.code) for failed in book.of("failed")] == [(one.key[0], "invalid_request")]
+    assert (book.of("first"), book.pool.used) == ([], 0)
 
 
 # ---- live workers --------------------------------------------------------------------------------------------------
