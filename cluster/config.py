@@ -85,7 +85,7 @@ class DecodePool(PoolSection):
     """Workers that generate."""
 
     max_sequences: Count = 64  # of one step
-    max_batch_tokens: Count = 128  # of prompts that are computed here (router.placement.disaggregation), beside the
+    prompt_chunk: Count = 128  # tokens of prompts that are computed here (router.placement.disaggregation), beside the
     # sequences of one step, which wait for them
 
 

@@ -207,7 +207,7 @@ class SpecBuilder:
             decode = DecodeParams(
                 **shared,
                 max_sequences=pools.decode.max_sequences,
-                max_batch_tokens=pools.decode.max_batch_tokens,
+                max_batch_tokens=pools.decode.prompt_chunk,
                 reserve_wait_s=self._config.clocks.reserve,
                 commit_timeout_s=self._config.clocks.commit,
                 speculation=speculation_params(self._config),
