@@ -15,7 +15,7 @@ from baton.engine.prompt_lookup import PromptLookup
 from baton.engine.proposal_length import Costs
 from baton.engine.runner import Runner
 from baton.engine.speculation import Speculator
-from baton.engine.step import DRAWN_BY_LEADER, Draw, SequenceStep
+from baton.engine.step import DRAWN_BY_LEADER, Draw, PromptScores, SequenceStep
 from baton.kernels.kv_rows import convert
 from baton.tests.gpu.device_rig import answers, build_device, edge
 from baton.tests.harness.monolithic import sampling
@@ -129,6 +129,18 @@ def test_layers_are_announced_when_their_kv_is_there(model: Path) -> None:
 
     runner.prefill([SequenceStep("a", 0, 0, [1, 2, 3, 4], 0, [3], None)], on_layers)
     assert seen == [(0, 1), (1, 2)]
+
+
+def test_a_prompt_is_scored(model: Path) -> None:
+    found = []
+    for runner in (build(model), build_device(model)):
+        scores = PromptScores([4, 9, 2], 2)
+        runner.prefill([SequenceStep("a", 0, 0, [7, 4, 9, 2], 0, [3], DRAWN_BY_LEADER, scores=scores)], None)
+        found.append(scores.found)
+    assert [[token for token, _ in one.top] for one in found[0]] == [
+        [token for token, _ in one.top] for one in found[1]
+    ]
+    assert [one.logprob for one in found[0]] == pytest.approx([one.logprob for one in found[1]], abs=1e-4)
 
 
 def test_a_step_of_the_same_size_is_the_same_graph(model: Path) -> None:
