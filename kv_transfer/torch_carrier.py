@@ -157,8 +157,10 @@ class TorchCarrier:
         return self._watchdog.watching(self._limit(frame).total_seconds())
 
     def _queued(self) -> contextlib.AbstractContextManager[None]:
+        """Operations are queued behind what the calling thread has queued, which made or read the buffer."""
         if self._stream is None:
             return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         scope: contextlib.AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return scope
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from baton.cluster.doctor_gpus import tried
 from baton.kernels.process_group import nccl_environment
 from baton.kv_transfer.loopback import LoopbackFailed, measure
 
 
-@pytest.mark.parametrize("name", ["inline", "gloo", "shm"])
+def test_the_doctor_says_what_links_do() -> None:
+    good, bad = tried("127.0.0.1", [("gloo", "on this machine", None), ("none", "nowhere", None)], 3, 10_000)
+    assert (good.level, bad.level) == ("ok", "fail")
+    assert "GB/s on this machine, every byte right" in good.text
+    assert "none nowhere: " in bad.text
+
+
+@pytest.mark.parametrize("name", ["inline", "shm"])
 def test_frames_arrive_whole_and_are_timed(name: str) -> None:
     assert measure(name, "127.0.0.1", 20.0, 9, 50_000) > 1e5
 
