@@ -85,6 +85,8 @@ class DeviceRunner(Runner):
         chunk = min(2 * size, room)
         blocks = list(range(block_count(chunk, size)))
         self._lead("prefill", [SequenceStep("", 0, 0, [0] * chunk, 0, blocks, None)], None)
+        layers, heads = (0, self.layout.layers), (0, self.kv.data.shape[3])
+        self.kv.scatter([0], layers, heads, (0, 1), self.kv.gather([0], layers, heads, (0, 1)))
         if self._edge.captures:
             for rows, longest in product(row_sizes(), context_sizes(self.max_model_len)):
                 self._lead("decode", self._padding(rows, min(longest, room)), None)

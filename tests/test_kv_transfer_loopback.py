@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from baton.cluster.doctor_gpus import tried
-from baton.kernels.process_group import nccl_environment
+from baton.kernels.process_group import link_environment
 from baton.kv_transfer.loopback import LoopbackFailed, measure
 
 
@@ -29,7 +29,6 @@ def test_what_cannot_be_built_is_said(name: str) -> None:
 
 
 def test_a_late_operation_of_nccl_does_not_end_the_process() -> None:
-    found = nccl_environment("eth7", 2.4)
+    found = link_environment(2.4)
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
-    assert found["NCCL_SOCKET_IFNAME"] == "=eth7"
     assert found["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "2"

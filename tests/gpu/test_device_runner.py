@@ -144,6 +144,12 @@ def test_a_prompt_is_scored(model: Path) -> None:
     assert [one.logprob for one in found[0]] == pytest.approx([one.logprob for one in found[1]], abs=1e-4)
 
 
+def test_warm_up_leaves_an_engine_that_answers_the_same(model: Path) -> None:
+    runner = build_device(model)
+    assert runner.warm_up() > 0
+    assert answers(runner, requests(1, 2), 64) == answers(build(model), requests(1, 2), 64)
+
+
 def test_a_step_of_the_same_size_is_the_same_graph(model: Path) -> None:
     runner = build_device(model)
     for token, block in ((4, 0), (9, 1)):
