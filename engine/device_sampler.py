@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..proto.errors import BatonError, InternalError
 from .device_edge import Download, Edge, upload
-from .sampler import _keys as keys_of
+from .sampler import keys_of
 from .step import Draw, SampledToken, SequenceStep
 from .verify import draws_of, proposals_of
 
