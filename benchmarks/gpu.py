@@ -84,12 +84,12 @@ def _measured(device: str, quick: bool, only: Iterable[str]) -> list[Row]:
         if "steps" in only:
             from baton.benchmarks.gpu_steps import steps
 
+            at.let_go()
             rows += steps(at)
         if "pair" in only:
             from baton.benchmarks.gpu_pair import pair
 
-            if at.on_gpu:
-                torch.cuda.empty_cache()
+            at.let_go()
             rows += pair(at, device)
     return rows
 

@@ -10,12 +10,14 @@ from baton.engine.device_edge import Edge
 from baton.engine.device_kv import DeviceKV
 from baton.engine.device_model import DeviceModel
 from baton.engine.device_runner import DeviceRunner
+from baton.engine.guide import Guide
 from baton.engine.model_config import ModelConfig
 from baton.engine.params import EngineParams
 from baton.engine.ranks import SingleRank
 from baton.engine.rope import RopeConfig
 from baton.engine.weights import LayerWeights, Shard
 from baton.proto.kv_layout import KVLayout
+from baton.text.grammar import Vocabulary
 from torch import Tensor
 
 from .gpu_setup import Setup, Shape
@@ -83,6 +85,7 @@ class RandomRunner(DeviceRunner):
         self.blocks = blocks
         self._edge: Edge = at.edge
         self._graphs = {}
+        self.guide = Guide(_no_vocabulary)
         self._broadcast: Callable[[bytes], None] | None = None
         self.kv: DeviceKV = self._make_pool(0)
         weights: Any = RandomWeights(shape, self.config, at.model_dtype, at.device, seed)
@@ -91,6 +94,10 @@ class RandomRunner(DeviceRunner):
             self._device_model = DeviceModel(self.config, weights, params, SingleRank(), at.edge, longest)
         self.weights = weights.elements
         self.weight_bytes = weights.elements * at.model_dtype.itemsize
+
+
+def _no_vocabulary() -> Vocabulary:
+    raise RuntimeError("random weights have no vocabulary")
 
 
 def _config(shape: Shape, longest: int) -> ModelConfig:

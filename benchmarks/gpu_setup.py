@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from baton.engine.device_edge import CudaEdge, Edge, HostEdge
+
+_GROUPS = 3
+_HEAD_START = 20_000_000  # cycles: about 10 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,9 @@ class Sizes:
 
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128, 128256)
 FULL = Sizes(
-    LLAMA_8B, (1, 8, 32, 64, 128, 256), (1024, 8192, 32768), (2048, 8192), 1 << 30, 8192, 16384, 20, 320 * 1024
+    LLAMA_8B, (1, 8, 32, 64, 128, 256), (1024, 8192, 32768), (2048, 8192), 1 << 30, 8192, 32768, 10, 320 * 1024
 )
-QUICK = Sizes(LLAMA_8B, (1, 64), (1024, 8192), (2048,), 1 << 30, 8192, 8192, 5, 320 * 1024)
+QUICK = Sizes(LLAMA_8B, (1, 64), (1024, 8192), (2048,), 1 << 30, 8192, 16384, 5, 320 * 1024)
 _TINY_SHAPE = Shape(2, 64, 128, 4, 2, 16, 320)
 TINY = Sizes(_TINY_SHAPE, (1, 2), (20,), (12,), 1 << 16, 64, 8, 1, 512)
 
@@ -97,8 +101,14 @@ class Setup:
         if self.on_gpu:
             torch.cuda.synchronize()
 
+    def let_go(self) -> None:
+        """Of the memory that nobody uses any more."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
     def seconds(self, run: Callable[[], Any]) -> float:
-        """The median of one call on the device, with what it needs compiled before."""
+        """Of one call on the device, with what it needs compiled before: the median of some groups of calls."""
         run()
         self.wait()
         if not self.on_gpu:
@@ -107,14 +117,16 @@ class Setup:
             return time.perf_counter() - started
         cuda: Any = torch.cuda
         found: list[float] = []
-        for _ in range(self.sizes.repeats):
+        for _ in range(_GROUPS):
             start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+            cuda._sleep(_HEAD_START)  # meanwhile the host queues, so that its own time is not measured
             start.record()
-            run()
+            for _ in range(self.sizes.repeats):
+                run()
             end.record()
             end.synchronize()
-            found.append(start.elapsed_time(end) / 1e3)
-        return sorted(found)[len(found) // 2]
+            found.append(start.elapsed_time(end) / 1e3 / self.sizes.repeats)
+        return sorted(found)[_GROUPS // 2]
 
     def by_bytes(
         self, section: str, name: str, case: str, run: Callable[[], Any], size: float, target: float | None

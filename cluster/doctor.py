@@ -9,8 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from rich.console import Console
@@ -19,6 +18,7 @@ from ..proto.errors import ConfigError
 from ..text.source import ModelSource, resolve
 from . import hardware, spec
 from .config import Config
+from .findings import Finding
 from .launcher import PlacementFailed
 from .model_check import ModelFacts, check_model
 from .output import results
@@ -31,16 +31,6 @@ if TYPE_CHECKING:
 
 _SELF_TEST_S = 5.0
 _SHM_BYTES = 100 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the doctor; `fix` says what to do."""
-
-    level: Literal["ok", "warn", "fail"]
-    subject: str
-    text: str
-    fix: str = ""
 
 
 def examine(config: Config) -> Iterator[Finding]:
@@ -213,11 +203,19 @@ def _transport(config: Config) -> Iterator[Finding]:
             nccl: Any = torch.cuda.nccl
             version = ".".join(str(part) for part in nccl.version())
             yield Finding("ok", "transport", f"NCCL {version}")
+            from .doctor_gpus import gpu_links
+
+            yield from gpu_links(_host(config), torch.cuda.device_count())
         else:
             yield Finding("fail", "transport", "no NCCL or no GPU here", "install a CUDA build of torch, or use cpu")
-    host = "127.0.0.1" if config.cluster.host == spec.NODE else config.cluster.host
+    host = _host(config)
     seconds = _gloo_pair(host)
     yield Finding("ok", "transport", f"gloo moves tensors between two ranks over {host} (ready in {seconds:.2f} s)")
+
+
+def _host(config: Config) -> str:
+    """Of the links that are tried on this machine."""
+    return "127.0.0.1" if config.cluster.host == spec.NODE else config.cluster.host
 
 
 def _gloo_pair(host: str) -> float:

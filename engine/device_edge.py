@@ -115,6 +115,7 @@ class CudaEdge:
         if not hasattr(self._own, "stream"):
             cuda.set_device(self.device)
             self._own.stream = cuda.Stream(self.device)
+        self._own.stream.wait_stream(cuda.current_stream(self.device))  # what the thread has queued before
         with cuda.stream(self._own.stream):
             try:
                 yield

@@ -32,6 +32,7 @@ from .device_steps import (
     varlen_batch,
 )
 from .params import EngineParams
+from .prompt_scores import take_scores
 from .ranks import RankGroup
 from .runner import Runner, check_device
 from .step import DRAWN_BY_LEADER, Kind, OnLayers, SampledToken, SequenceStep, pack_plan
@@ -84,6 +85,8 @@ class DeviceRunner(Runner):
         chunk = min(2 * size, room)
         blocks = list(range(block_count(chunk, size)))
         self._lead("prefill", [SequenceStep("", 0, 0, [0] * chunk, 0, blocks, None)], None)
+        layers, heads = (0, self.layout.layers), (0, self.kv.data.shape[3])
+        self.kv.scatter([0], layers, heads, (0, 1), self.kv.gather([0], layers, heads, (0, 1)))
         if self._edge.captures:
             for rows, longest in product(row_sizes(), context_sizes(self.max_model_len)):
                 self._lead("decode", self._padding(rows, min(longest, room)), None)
@@ -99,11 +102,13 @@ class DeviceRunner(Runner):
         return [SequenceStep("", 0, 0, [0], context - 1, blocks, DRAWN_BY_LEADER)] * rows
 
     def _lead(self, kind: Kind, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> list[list[SampledToken]]:
+        allowed = self.guide.begin(steps)
         if self._broadcast is not None:
             self._broadcast(pack_plan(kind, steps))
         with torch.inference_mode(), self._edge.queue():
             logits, groups = self._queue(steps)
-            draws = drawn(self._edge, steps, logits)
+            logits = take_scores(steps, logits)  # waits for the device where a prompt is to be scored
+            draws = drawn(self._edge, steps, logits, allowed.result() if allowed else {})
             over = self._edge.mark()
         _announce(groups, on_layers)
         over.wait()

@@ -1,22 +1,23 @@
 """Drawing tokens on a GPU as sampler.py does, without waiting for it: one copy brings settings, one brings tokens back.
 
-Penalties, bias and masks change a copy of the logits at listed places; the draw is kernels/gpu/sampling.py's; log
-probabilities are of the raw logits. Of proposals the device says how many draws stand (kernels/gpu/verify.py).
+Penalties, bias and masks change a copy of the logits; the draw is kernels/gpu/sampling.py's; log probabilities are of
+the raw logits. Of proposals the device says how many draws stand (kernels/gpu/verify.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from ..proto.errors import InternalError
+from ..proto.errors import BatonError, InternalError
 from .device_edge import Download, Edge, upload
-from .sampler import _keys as keys_of
+from .sampler import keys_of
 from .step import Draw, SampledToken, SequenceStep
 from .verify import draws_of, proposals_of
 
@@ -82,8 +83,17 @@ def _apply(logits: Tensor, changes: Sequence[Tensor]) -> Tensor:
 class Drawn:
     """The tokens of a step, on their way to the host."""
 
-    def __init__(self, edge: Edge, steps: Sequence[SequenceStep], draws: Sequence[Draw], logits: Tensor) -> None:
+    def __init__(
+        self,
+        edge: Edge,
+        steps: Sequence[SequenceStep],
+        draws: Sequence[Draw],
+        logits: Tensor,
+        allowed: Mapping[int, Tensor | BatonError],
+    ) -> None:
         self._steps, self._draws = steps, draws
+        self._errors = {row: reason for row, reason in allowed.items() if isinstance(reason, BatonError)}
+        self._masks = {row: mask for row, mask in allowed.items() if isinstance(mask, Tensor)}
         self._wanted = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None and draw.choices]
         self._download = Download(edge, self._queue(edge, logits)) if draws else None
 
@@ -105,16 +115,27 @@ class Drawn:
                 torch.tensor([min(params.top_k, vocab) for params in settings], dtype=torch.int32),
                 torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t().contiguous(),
                 _longs(self._wanted),
+                _longs(list(self._masks)),
+                self._allowed(vocab),
                 *self._proposals(),
                 *changes.tensors(),
             ],
         )
-        (temperatures, top_p, min_p), top_k, (rows, keys), wanted, *rest = up
+        (temperatures, top_p, min_p), top_k, (rows, keys), wanted, masked, masks, *rest = up
         at, proposed, lengths, *places = rest
-        scores = _apply(logits, places) if changes.any() else logits.float()
+        scores = _apply(logits, places) if changes.any() or self._masks else logits.float()
+        if self._masks:
+            scores[masked] = scores[masked].masked_fill_(~masks, -math.inf)
         tokens = sample(scores, temperatures, top_k, top_p, min_p, rows, keys)
         counts = verify(tokens[at], proposed, lengths)[1] if len(lengths) else lengths
         return [tokens, counts, *self._logprobs(logits, tokens, rows, wanted)]
+
+    def _allowed(self, vocab: int) -> Tensor:
+        """What masks leave, bool [masks, vocabulary]; ids without a spelling are behind a mask's end."""
+        result = torch.zeros(len(self._masks), vocab, dtype=torch.bool)
+        for row, mask in zip(result, self._masks.values(), strict=True):
+            row[: len(mask)] = mask[:vocab]
+        return result
 
     def _proposals(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of steps with proposals: which draws belong to each [S, K + 1], the proposals [S, K], and how many [S]."""
@@ -165,7 +186,7 @@ class Drawn:
             if step.draw is None:
                 continue
             own = [next(rows) for _ in range(step.proposed + 1)]
-            result.append([row[0] for row in own[: next(kept)]] if step.proposed else own[0])
+            result.append(_standing([row[0] for row in own[: next(kept)]]) if step.proposed else own[0])
         return result
 
     def _describe(self, drawn: list[int], described: list[Tensor]) -> list[list[SampledToken]]:
@@ -175,6 +196,9 @@ class Drawn:
         for row, draw in enumerate(self._draws):
             own = range(start, start + len(draw.choices))
             start = own.stop
+            if (reason := self._errors.get(row)) is not None:
+                result.append([SampledToken(choice, 0, None, (), reason) for choice in draw.choices])
+                continue
             if row not in numbers:
                 result.append([SampledToken(c, drawn[i], None, ()) for c, i in zip(draw.choices, own, strict=True)])
                 continue
@@ -192,9 +216,20 @@ class Drawn:
         return result
 
 
-def drawn(edge: Edge, steps: Sequence[SequenceStep], logits: Tensor) -> Drawn:
-    """Queue the draws of `steps` from their rows of logits [R, vocabulary]."""
-    return Drawn(edge, steps, [draw for step in steps for draw in draws_of(step)], logits)
+def drawn(
+    edge: Edge,
+    steps: Sequence[SequenceStep],
+    logits: Tensor,
+    allowed: Mapping[int, Tensor | BatonError] = MappingProxyType({}),
+) -> Drawn:
+    """Queue the draws of `steps` from their rows of logits [R, vocabulary]; `allowed` as in sampler.py."""
+    return Drawn(edge, steps, [draw for step in steps for draw in draws_of(step)], logits, allowed)
+
+
+def _standing(tokens: list[SampledToken]) -> list[SampledToken]:
+    """Up to the first that could not be drawn: the next step says so."""
+    bad = next((index for index, token in enumerate(tokens) if token.error), len(tokens))
+    return tokens[: max(1, bad)]
 
 
 def _longs(numbers: Sequence[object]) -> Tensor:

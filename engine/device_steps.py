@@ -35,8 +35,8 @@ class Bucket:
 
 
 def by_rows(steps: Sequence[SequenceStep]) -> bool:
-    """Whether every token of the step has a row of logits."""
-    return all(len(step.logit_rows) == len(step.tokens) for step in steps)
+    """Whether every token of the step is drawn behind."""
+    return all(step.scores is None and step.draw_rows == len(step.tokens) for step in steps)
 
 
 def bucket_of(steps: Sequence[SequenceStep], longest: int) -> Bucket | None:

@@ -116,16 +116,21 @@ class TorchGroup:
 
     def _sum_in_order(self, tensor: Tensor) -> None:
         own = _as_bytes(tensor)
-        needed = own.numel() * self.size
-        if self._scratch.numel() < needed or self._scratch.device != tensor.device:
-            self._scratch = torch.empty(needed, dtype=torch.uint8, device=tensor.device)
-        parts = list(self._scratch[:needed].view(self.size, -1))
+        parts = list(self._room(own.numel() * self.size, tensor.device).view(self.size, -1))
         self._group.allgather([parts], [own]).wait()
         values = [part.view(tensor.dtype).view(tensor.shape) for part in parts]
         total = values[0].float() if tensor.dtype != torch.float32 else values[0]
         for value in values[1:]:
             total.add_(value)
         tensor.copy_(total)
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        """For the parts of all ranks. On a CPU it is kept; a captured graph must have its own."""
+        if device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size]
 
     def _lost(self, error: RuntimeError) -> RankLost:
         return RankLost(f"rank {self.rank} of {self.size}: a collective failed: {error}")

@@ -148,7 +148,7 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[list[int]]:
     weights = blocked.exp_()  # in proportion to the probabilities
     if out is not None:
         weights.masked_fill_(out, 0.0)  # afterwards: exp is ten times slower on -inf
-    pairs = [(row, key) for row, draw in enumerate(draws) for key in _keys(draw)]
+    pairs = [(row, key) for row, draw in enumerate(draws) for key in keys_of(draw)]
     rows = torch.tensor([row for row, _ in pairs], dtype=torch.int64, device=logits.device)
     keys = torch.tensor([key for _, key in pairs], dtype=torch.int64, device=logits.device)
     block = _pick(weights.sum(dim=2)[rows], _mix(keys), torch.zeros_like(keys))
@@ -218,7 +218,7 @@ def _pick(weights: Tensor, keys: Tensor, first: Tensor) -> Tensor:
     return (weights.double() / -uniform.log()).argmax(dim=1)
 
 
-def _keys(draw: Draw) -> list[int]:
+def keys_of(draw: Draw) -> list[int]:
     """One key a choice, from seed, choice and the absolute position of the token to draw."""
     position = len(draw.prompt) + len(draw.generated)
     seed = _mix_int(draw.params.seed + _GOLDEN)

@@ -21,6 +21,7 @@ exactly the sender's size (a longer message aborts the process); move bytes (uin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import ipaddress
@@ -30,7 +31,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import psutil
@@ -40,6 +41,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, Work
 
 LINK_CHANNELS = 4  # each channel costs GPU memory and SMs; a link is the bottleneck long before
+_ENVIRONMENT = threading.Lock()
 _NEVER_S = 86_400.0
 _SO_ATTACH_FILTER = 26  # Linux; the socket module has no name for it
 _BPF_RETURN = 6
@@ -220,17 +222,30 @@ class Group(Protocol):
     def abort(self) -> None: ...
 
 
-def nccl_environment(interface: str, timeout_s: float) -> dict[str, str]:
-    """What NCCL and torch read when a group is made, unless it is set already.
+def link_environment(timeout_s: float) -> dict[str, str]:
+    """What torch reads when the group of a link is made, unless it is set already.
 
-    A failed or late operation must not end the process (torch's default): whoever waits for it finds out, and aborts.
+    A failed or late operation must not end the process: whoever waits for it finds out, and aborts. With the ranks of a
+    model it must (torch's default): a sum that was cut off would pass for a result.
     """
     return {
-        "NCCL_SOCKET_IFNAME": f"={interface}",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # abort the communicator, and leave the process alone
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, round(timeout_s))),
     }
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """With these set, where they are not."""
+    with _ENVIRONMENT:
+        added = {name: value for name, value in values.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
 
 
 def make_group(
@@ -262,8 +277,7 @@ def make_group(
     elif backend == "nccl":
         if not dist.is_nccl_available() or not torch.cuda.is_available():
             raise ValueError("this torch has no NCCL, or there is no CUDA device")
-        for name, value in nccl_environment(interface_of(host), timeout_s).items():
-            os.environ.setdefault(name, value)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
         kind = dist.ProcessGroupNCCL
         options = kind.Options()
         if channels is not None:
@@ -272,7 +286,8 @@ def make_group(
     else:
         raise ValueError(f"unknown process group backend {backend!r}: gloo or nccl")
     options._timeout = limit
-    group: Group = kind(store, rank, size, options)
+    with _environment({} if backend == "gloo" or channels is None else link_environment(timeout_s)):
+        group: Group = kind(store, rank, size, options)
     if backend == "gloo":
         _refuse_connections(store.published)
     # C++ keeps only its half of the store alive: tie the Python half to the group's life.

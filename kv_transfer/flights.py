@@ -81,14 +81,15 @@ class Filling:
         frame = flight.parcel.frames[at]
         size = frame.bytes
         flight.void = flight.void or not self._gathered(flight.part, frame.box, self._views.payload(whole))
-        view = self._views.bytes(whole)
+        near = whole.device.type == "cpu"
+        view = self._views.bytes(whole if near or (self._checked and not flight.void) else whole[size:])
         if flight.void:
-            view[size:] = VOID_TRAILER
+            view[-TRAILER_BYTES:] = VOID_TRAILER
         else:
             summed = view[:size] if self._checked else None
-            view[size:] = trailer(flight.seed, flight.parcel.sequence + at, frame, summed)
-        if whole.device.type != "cpu":
-            whole[size:] = torch.frombuffer(view[size:], dtype=torch.uint8)
+            view[-TRAILER_BYTES:] = trailer(flight.seed, flight.parcel.sequence + at, frame, summed)
+        if not near:
+            whole[size:] = torch.frombuffer(view[-TRAILER_BYTES:], dtype=torch.uint8).to(whole.device)
 
     def confirm(self, flight: Flight, whole: torch.Tensor) -> None:
         """A frame that was filled early (in CPU memory) is about to be sent: void, if the leg has ended since."""

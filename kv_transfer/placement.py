@@ -14,7 +14,7 @@ from ..proto.kv_layout import KVLayout
 from .block_store import BlockStore
 from .codec import decode, direct, wire_cell_bytes
 from .events import LegKey
-from .frames import MAX_FRAME_BYTES, TRAILER, VOID, WHOLE, Parcel, checksum
+from .frames import MAX_FRAME_BYTES, TRAILER, TRAILER_BYTES, VOID, WHOLE, Parcel, checksum
 from .handoff import ReceiveLeg
 from .plan import Range
 from .views import Views
@@ -85,8 +85,9 @@ class Placement:
         if reach("decode.payload"):
             whole = whole.clone()  # where it lies it may not be ours to write to
             whole[0] ^= 1
-        there = self._views.bytes(whole)
-        state, due = TRAILER.unpack_from(there, frame.bytes)
+        read = whole if parcel.checked or whole.device.type == "cpu" else whole[frame.bytes :]
+        there = self._views.bytes(read)
+        state, due = TRAILER.unpack_from(there, len(there) - TRAILER_BYTES)
         if state == VOID:
             return False
         sequence = parcel.sequence + index

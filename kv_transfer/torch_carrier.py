@@ -11,7 +11,7 @@ import datetime
 import threading
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -19,11 +19,11 @@ from torch._C._distributed_c10d import Work
 from ..kernels.memory import prefer_huge_pages
 from ..kernels.process_group import Group, ReplicatedStore, make_group
 from .carriers import RING, CarrierFailed, patience_s
+from .operations import OnStream, Operation, stream_of
 from .watchdog import Watchdog
 from .wire import Wire, WireError, field
 
 _PUMP_S = 0.002
-_LOOK_S = 0.00005
 _PROBE_BYTES = 8
 
 
@@ -44,12 +44,12 @@ class TorchCarrier:
         self._peer = 1 - group.rank()
         self._limit_s = limit_s
         self.bytes = 0  # of frames that were sent or received
-        self._stream = _stream(self.device)
+        self._stream = stream_of(self.device)
         self._free: list[torch.Tensor] = []
-        self._sending: deque[tuple[_Operation, torch.Tensor, torch.Tensor]] = deque()  # with what was lent for it
+        self._sending: deque[tuple[Operation, torch.Tensor, torch.Tensor]] = deque()  # with what was lent for it
         self._lent: torch.Tensor | None = None
         self._due: deque[int] = deque()  # sizes that are expected and not posted
-        self._posted: deque[tuple[_Operation, torch.Tensor, torch.Tensor]] = deque()
+        self._posted: deque[tuple[Operation, torch.Tensor, torch.Tensor]] = deque()
 
     def begin(self, size: int) -> None:
         """Every frame is a message of its own."""
@@ -157,55 +157,23 @@ class TorchCarrier:
         return self._watchdog.watching(self._limit(frame).total_seconds())
 
     def _queued(self) -> contextlib.AbstractContextManager[None]:
+        """Operations are queued behind what the calling thread has queued, which made or read the buffer."""
         if self._stream is None:
             return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.currentstream_of(self.device))
         scope: contextlib.AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return scope
 
-    def _begun(self, work: Work) -> _Operation:
-        return work if self._stream is None else _OnStream(work, self._stream)
+    def _begun(self, work: Work) -> Operation:
+        return work if self._stream is None else OnStream(work, self._stream)
 
-    def _finish(self, operation: _Operation, frame: torch.Tensor) -> None:
+    def _finish(self, operation: Operation, frame: torch.Tensor) -> None:
         """Returns when the operation is over. Raises RuntimeError when it failed, takes too long or was aborted."""
         with self._watched(frame):
             operation.wait(self._limit(frame))
         if self._watchdog is not None and self._watchdog.reason:
             raise RuntimeError(f"aborted: {self._watchdog.reason}")
         self.bytes += frame.numel()
-
-
-class _Operation(Protocol):
-    """A message on its way."""
-
-    def is_completed(self) -> bool: ...
-    def wait(self, limit: datetime.timedelta, /) -> object: ...
-
-
-class _OnStream:
-    """An operation of NCCL, which is over when the event behind it is."""
-
-    def __init__(self, work: Work, stream: Any) -> None:
-        work.wait()  # orders the stream behind it, and returns at once
-        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
-
-    def is_completed(self) -> bool:
-        """Whether the bytes are there, or were taken."""
-        return bool(self._event.query())
-
-    def wait(self, limit: datetime.timedelta) -> None:
-        """Raises RuntimeError after `limit`."""
-        deadline = time.monotonic() + limit.total_seconds()
-        while not self.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"an operation takes more than {limit.total_seconds():g} s")
-            time.sleep(_LOOK_S)
-
-
-def _stream(device: torch.device) -> Any:
-    """One of the carrier's own; None on a CPU."""
-    kind: Any = torch.cuda.Stream
-    return kind(device) if device.type == "cuda" else None
 
 
 class Rendezvous:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from baton.kernels.process_group import nccl_environment
+from baton.cluster.doctor_gpus import tried
+from baton.kernels.process_group import link_environment
 from baton.kv_transfer.loopback import LoopbackFailed, measure
 
 
-@pytest.mark.parametrize("name", ["inline", "gloo", "shm"])
+def test_the_doctor_says_what_links_do() -> None:
+    good, bad = tried("127.0.0.1", [("gloo", "on this machine", None), ("none", "nowhere", None)], 3, 10_000)
+    assert (good.level, bad.level) == ("ok", "fail")
+    assert "GB/s on this machine, every byte right" in good.text
+    assert "none nowhere: " in bad.text
+
+
+@pytest.mark.parametrize("name", ["inline", "shm"])
 def test_frames_arrive_whole_and_are_timed(name: str) -> None:
     assert measure(name, "127.0.0.1", 20.0, 9, 50_000) > 1e5
 
@@ -21,7 +29,6 @@ def test_what_cannot_be_built_is_said(name: str) -> None:
 
 
 def test_a_late_operation_of_nccl_does_not_end_the_process() -> None:
-    found = nccl_environment("eth7", 2.4)
+    found = link_environment(2.4)
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
-    assert found["NCCL_SOCKET_IFNAME"] == "=eth7"
     assert found["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "2"

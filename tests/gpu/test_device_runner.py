@@ -15,8 +15,9 @@ from baton.engine.prompt_lookup import PromptLookup
 from baton.engine.proposal_length import Costs
 from baton.engine.runner import Runner
 from baton.engine.speculation import Speculator
-from baton.engine.step import DRAWN_BY_LEADER, Draw, SequenceStep
+from baton.engine.step import DRAWN_BY_LEADER, Draw, PromptScores, SequenceStep
 from baton.kernels.kv_rows import convert
+from baton.tests.gpu.conftest import INTERPRETED
 from baton.tests.gpu.device_rig import answers, build_device, edge
 from baton.tests.harness.monolithic import sampling
 from baton.tests.harness.ranks import followers
@@ -131,6 +132,24 @@ def test_layers_are_announced_when_their_kv_is_there(model: Path) -> None:
     assert seen == [(0, 1), (1, 2)]
 
 
+def test_a_prompt_is_scored(model: Path) -> None:
+    found = []
+    for runner in (build(model), build_device(model)):
+        scores = PromptScores([4, 9, 2], 2)
+        runner.prefill([SequenceStep("a", 0, 0, [7, 4, 9, 2], 0, [3], DRAWN_BY_LEADER, scores=scores)], None)
+        found.append(scores.found)
+    assert [[token for token, _ in one.top] for one in found[0]] == [
+        [token for token, _ in one.top] for one in found[1]
+    ]
+    assert [one.logprob for one in found[0]] == pytest.approx([one.logprob for one in found[1]], abs=1e-4)
+
+
+def test_warm_up_leaves_an_engine_that_answers_the_same(model: Path) -> None:
+    runner = build_device(model)
+    assert runner.warm_up() > 0
+    assert answers(runner, requests(1, 2), 64) == answers(build(model), requests(1, 2), 64)
+
+
 def test_a_step_of_the_same_size_is_the_same_graph(model: Path) -> None:
     runner = build_device(model)
     for token, block in ((4, 0), (9, 1)):
@@ -138,6 +157,7 @@ def test_a_step_of_the_same_size_is_the_same_graph(model: Path) -> None:
     assert [(bucket.rows, bucket.longest) for bucket in runner._graphs] == [(1, 256)]
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="the ranks of this test share one device, which NCCL refuses")
 def test_tensor_parallel_ranks(model: Path) -> None:
     params = engine_params(model, tensor_parallel=2)
     with followers("baton.tests.gpu.device_rig:follow", 2, json.dumps(dataclasses.asdict(params))) as ranks:

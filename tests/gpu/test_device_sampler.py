@@ -10,7 +10,7 @@ from baton.engine import sampler
 from baton.engine.device_sampler import drawn
 from baton.engine.step import Draw, SampledToken, SequenceStep
 from baton.engine.verify import accept, draws_of
-from baton.proto.errors import InternalError
+from baton.proto.errors import BatonError, InternalError
 from baton.tests.gpu.device_rig import edge
 from baton.tests.harness.monolithic import sampling
 
@@ -75,6 +75,23 @@ def test_proposals_that_stand() -> None:
     found = drawn(edge(), steps, logits.to(edge().device)).tokens()
     same(found, expected(steps, logits))
     assert [len(row) for row in found] == [3, 1, 2, 1]
+
+
+def test_what_a_grammar_forbids() -> None:
+    """Masks shorter than the vocabulary, a grammar that failed, and both behind proposals."""
+    logits = logits_of(6)
+    logits[:, 40:44] = 0.0
+    only = torch.zeros(200, dtype=torch.bool)
+    only[[3, 77]] = True
+    failed = InternalError("the grammar is gone")
+    best = logits.argmax(1).tolist()
+    steps = [step(0, {"logprobs": 1}), step(1, {"temperature": 1.0}), step(2, {}), step(3, {}, (best[3], 7))]
+    allowed: dict[int, torch.Tensor | BatonError] = {0: only, 1: only, 2: failed, 4: failed}
+    found = drawn(edge(), steps, logits.to(edge().device), allowed).tokens()
+    same(found, accept(steps, sampler.sample(logits, [draw for one in steps for draw in draws_of(one)], allowed)))
+    assert found[0][0].token_id in (3, 77)
+    assert found[2][0].error is failed
+    assert len(found[3]) == 1
 
 
 def test_what_is_no_number_is_refused() -> None:

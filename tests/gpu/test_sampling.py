@@ -40,7 +40,7 @@ def run(logits: torch.Tensor, wanted: list[Draw], device: torch.device) -> list[
     floats = [[getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")]
     temperatures, top_p, min_p = torch.tensor(floats, device=device).unbind()
     top_k = torch.tensor([p.top_k for p in params], dtype=torch.int32, device=device)
-    pairs = [(row, key) for row, draw in enumerate(wanted) for key in sampler._keys(draw)]
+    pairs = [(row, key) for row, draw in enumerate(wanted) for key in sampler.keys_of(draw)]
     rows, keys = torch.tensor(pairs, device=device).unbind(1)
     found = sample(logits.to(device), temperatures, top_k, top_p, min_p, rows.contiguous(), keys.contiguous()).tolist()
     return [
