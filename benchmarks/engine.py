@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/engine.py [--model smollm2-135m-instruct] [--dtype bfloat16] [--repeats 5]
     .venv/bin/python benchmarks/engine.py --kv-dtype bfloat16 int8 fp8     decode beside each other, by the pool's type
+    .venv/bin/python benchmarks/engine.py --invariance     the same for `engine.batch_invariant` true and false
 
 Prefill is compared with the best matrix product of the model's largest layer (2 FLOPs per weight and token), decode
 with reading every weight and the batch's KV once at the machine's read bandwidth. Medians after a warm-up.
@@ -46,7 +47,14 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def load(model: str, dtype: str, quantization: Quantization, threads: int = 1, kv_dtype: str = "auto") -> Runner:
+def load(
+    model: str,
+    dtype: str,
+    quantization: Quantization,
+    threads: int = 1,
+    kv_dtype: str = "auto",
+    batch_invariant: bool = True,
+) -> Runner:
     """One rank, room for the largest case."""
     blocks = max(batch * (-(-(context + engine_compare.NEW) // BLOCK)) for batch, context in BATCHES)
     params = EngineParams(
@@ -61,7 +69,7 @@ def load(model: str, dtype: str, quantization: Quantization, threads: int = 1, k
         kv_bytes=0,
         kv_dtype=kv_dtype,
         max_model_len=None,
-        batch_invariant=True,
+        batch_invariant=batch_invariant,
         prefix_cache=False,
         layer_group=4,
         tensor_parallel=1,
@@ -132,17 +140,30 @@ def against_limits(runner: Runner, model: str, dtype_name: str, repeats: int) ->
 
 
 def beside_each_other(runners: dict[str, Runner], repeats: int) -> None:
-    """Prints decode with pools of several types, in turns: one row for each case."""
+    """Prints prefill and decode of several runners, in turns: one row for each case."""
     sizes = ", ".join(f"{kind} {bytes_per_block(runner.layout, 0) // BLOCK}" for kind, runner in runners.items())
     print(f"bytes of KV a token: {sizes}; 1 thread, {kernels()}")
+    for tokens in PROMPTS:
+        prompt = steps(1, 0, tokens)
+        took = in_turns({kind: partial(runner.prefill, prompt, None) for kind, runner in runners.items()}, repeats)
+        print(f"prefill {tokens:5} tokens: {_rates(took, tokens)}")
     for batch, context in BATCHES:
         plan = steps(batch, context - 1, 1)
-        took: dict[str, list[float]] = {kind: [] for kind in runners}
-        for _ in range(repeats):
-            for kind, runner in runners.items():
-                took[kind].append(seconds(partial(runner.decode, plan), 3))
-        rates = ", ".join(f"{kind} {batch / statistics.median(times):6.0f}" for kind, times in took.items())
-        print(f"decode batch {batch:3}, context {context:5}: {rates} tokens/s")
+        took = in_turns({kind: partial(runner.decode, plan) for kind, runner in runners.items()}, repeats)
+        print(f"decode batch {batch:3}, context {context:5}: {_rates(took, batch)}")
+
+
+def in_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each call."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            took[name].append(seconds(call, 3))
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def _rates(took: dict[str, float], tokens: int) -> str:
+    return ", ".join(f"{name} {tokens / one:6.0f}" for name, one in took.items()) + " tokens/s"
 
 
 def main() -> None:
@@ -152,6 +173,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--quantization", default="none", choices=("none", "w8a8", "int4"), help="of our weights")
     parser.add_argument("--kv-dtype", nargs="+", choices=tuple(KV_DTYPES), help="pools to measure decode with, only")
+    parser.add_argument("--invariance", action="store_true", help="what `engine.batch_invariant` costs, only")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer-python")
     parser.add_argument("--peer-model")
@@ -165,6 +187,11 @@ def main() -> None:
     if args.kv_dtype:
         kinds = {kind: load(args.model, args.dtype, args.quantization, kv_dtype=kind) for kind in args.kv_dtype}
         beside_each_other(kinds, args.repeats)
+        return
+    if args.invariance:
+        ways = {"invariant": True, "free": False}
+        both = {name: load(args.model, args.dtype, args.quantization, batch_invariant=on) for name, on in ways.items()}
+        beside_each_other(both, args.repeats)
         return
     runner = load(args.model, args.dtype, args.quantization)
     against_limits(runner, args.model, args.dtype, args.repeats)

@@ -1,6 +1,7 @@
 """Where a step of the bare engine stands against this machine, all measured in the same run on one thread.
 
     .venv/bin/python benchmarks/engine_limits.py [--model smollm2-135m-instruct] [--dtype bfloat16] [--repeats 5]
+        [--plot docs/step_time.svg]
 
 - a decode step against its linear layers, timed alone in the order of the step, plus its KV at the read bandwidth;
 - the linear layers of a prefill against the rate of one large matrix product;
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from functools import partial
+from pathlib import Path
 
 import torch
 from baton.benchmarks.engine import (
@@ -26,6 +28,7 @@ from baton.benchmarks.engine import (
     seconds,
     steps,
 )
+from baton.benchmarks.engine_plot import step_time_svg
 from baton.engine.paged_kv import DTYPES
 from baton.engine.runner import Runner
 from baton.kernels.cpu_attention import plan_attention
@@ -106,8 +109,8 @@ def long_attention(runner: Runner, dtype: torch.dtype, bandwidth: float, repeats
     print(f"decode attention at {LONG} tokens: {rate / 1e9:.1f} GB/s, {rate / bandwidth:4.0%} of the read bandwidth")
 
 
-def law(runner: Runner, repeats: int) -> None:
-    """Coefficients of the step time and the worst deviation from them."""
+def law(runner: Runner, repeats: int, plot: Path | None) -> None:
+    """Coefficients of the step time and the worst deviation from them; `plot`: where to draw both."""
     room = runner.blocks * 16
     cases = [(b, c) for b, c in itertools.product(GRID_BATCHES, GRID_CONTEXTS) if b * c <= room]
     times = [seconds(partial(runner.decode, steps(b, c - 1, 1)), repeats) for b, c in cases]
@@ -121,6 +124,9 @@ def law(runner: Runner, repeats: int) -> None:
         f"step = {a:.2f} ms + {b:.0f} us * batch + {c:.0f} ns * tokens over {len(cases)} cases: "
         f"mean deviation {float(off.mean()):.1%}, worst {float(off.max()):.1%}"
     )
+    if plot is not None:
+        points = [(b, c, 1e3 * time) for (b, c), time in zip(cases, times, strict=True)]
+        plot.write_text(step_time_svg(points, [1e3 * float(number) for number in found]))
 
 
 def main() -> None:
@@ -129,6 +135,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--plot", type=Path, help="an SVG file for the law and what it was found from")
     args = parser.parse_args()
     runner, dtype = load(args.model, args.dtype, "none"), DTYPES[args.dtype]
     config = runner.config
@@ -142,7 +149,7 @@ def main() -> None:
     )
     prefill_linears(runner, product, args.repeats)
     long_attention(runner, dtype, bandwidth, args.repeats)
-    law(runner, args.repeats)
+    law(runner, args.repeats, args.plot)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from ..proto.errors import ConfigError
 from ..proto.worker_serve import Beside
 from .child import Report
 from .early import quiet_grpc
-from .processes import bind
+from .processes import bind, settle
 from .spec import WorkerSpec, localised
 
 
@@ -34,6 +34,7 @@ def run_rank(spec: WorkerSpec, node_address: str, report: Report, stop: threadin
 
     def tell(kind: str, fields: dict[str, Any]) -> None:
         if kind == "ready":
+            settle()
             fields = {**fields, "pid": os.getpid(), "node": socket.gethostname()}
         report(kind, fields)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..proto import failpoints
 from .child import Report, run_child
+from .processes import settle
 from .spec import router_from_json
 
 _COLLECT_AFTER = 20_000  # objects; a stream makes a dozen for each token and leaves no circles
@@ -25,6 +26,11 @@ def main(values: dict[str, Any], report: Report, stop: threading.Event) -> None:
     gc.freeze()  # what the imports made stays; a collection then goes through requests only
     gc.set_threshold(_COLLECT_AFTER)
 
+    def tell(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "ready":
+            settle()
+        report(kind, fields)
+
     async def run() -> None:
         stopping, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -34,7 +40,7 @@ def main(values: dict[str, Any], report: Report, stop: threading.Event) -> None:
                 loop.call_soon_threadsafe(stopping.set)
 
         threading.Thread(target=relay, daemon=True, name="stop-relay").start()
-        await router.run(router_from_json(values), report, stopping)
+        await router.run(router_from_json(values), tell, stopping)
 
     uvloop.run(run())
 

@@ -19,6 +19,9 @@ from .params import Quantization
 
 # Errors of the head are errors of the logits, so it has more bits than the layers before it.
 HEAD_SCHEMES: dict[Quantization, Quantization] = {"none": "none", "w8a8": "none", "int4": "w8a8"}
+# Those of queries, keys and values are errors of what attention looks at: w8a8 loses the most there, for a sixth of its
+# weights. What a checkpoint has in int8 stays so.
+QKV_SCHEMES: dict[Quantization, Quantization] = {"none": "none", "w8a8": "none", "int4": "int4"}
 BYTES = {"w8a8": 1 + 4 / INT8_GROUP, "int4": 0.5 + 4 / GROUP}  # of one weight
 _CHUNK_BYTES = 4 << 20  # of float32, while a weight is quantised
 _ZERO_CODE = 8  # of a 4-bit weight without minima

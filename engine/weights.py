@@ -23,7 +23,7 @@ from .linear import PROBE_BYTES
 from .model_config import ModelConfig
 from .params import Quantization
 from .partition import Range, head_ranges, query_ranges, split
-from .quantized import BYTES, HEAD_SCHEMES, Weight, join, quantize
+from .quantized import BYTES, HEAD_SCHEMES, QKV_SCHEMES, Weight, join, quantize
 from .tensor_names import EMBEDDING, HEAD, NORM, check_tensors, expected
 from .tensor_store import TensorStore
 from .weights_gguf import GGUFStore
@@ -160,23 +160,26 @@ class Weights:
         config, shard = self.config, self.shard
         unit = self.dtype.itemsize
         vocab = (shard.vocab[1] - shard.vocab[0]) * config.hidden * unit
-        layer = self._layer_elements() * unit
+        qkv, others = self._layer_elements()
+        layer = (qkv + others) * unit
         copies = 1 if config.tied and self.dtype == torch.float32 else 2
         resident = copies * vocab + config.layers * layer
         if self._quantization != "none":
             head = vocab // unit if HEAD_SCHEMES[self._quantization] == "w8a8" else vocab
-            resident = vocab + head + int(config.layers * layer / unit * BYTES[self._quantization])
+            packed = qkv * BYTES.get(QKV_SCHEMES[self._quantization], unit) + others * BYTES[self._quantization]
+            resident = vocab + head + int(config.layers * packed)
         mlp = 2 * (shard.mlp[1] - shard.mlp[0]) * config.hidden * unit
         packing = PROBE_BYTES + 3 * mlp if self.dtype == torch.bfloat16 else 0
         loose = max(layer, 0 if config.tied else vocab)  # read, and not yet packed
         return MemoryPlan(resident, resident + loose + packing + 8 * _CHUNK_BYTES)
 
-    def _layer_elements(self) -> int:
+    def _layer_elements(self) -> tuple[int, int]:
+        """Of queries, keys and values, and of everything else in a layer."""
         config, shard = self.config, self.shard
-        query = (shard.query_heads[1] - shard.query_heads[0]) * config.head_dim
-        kv = (shard.kv_heads[1] - shard.kv_heads[0]) * config.head_dim
+        query, kv = (stop - start for start, stop in (shard.query_heads, shard.kv_heads))
         mlp = shard.mlp[1] - shard.mlp[0]
-        return config.hidden * (2 * query + 2 * kv + 3 * mlp + 2)
+        others = query * config.head_dim + 3 * mlp + 2
+        return config.hidden * (query + 2 * kv) * config.head_dim, config.hidden * others
 
     def embedding(self) -> Tensor:
         """[the rank's vocabulary, hidden]."""
@@ -202,28 +205,28 @@ class Weights:
         hidden, leading = (0, config.hidden), shard.rank == 0
         return LayerWeights(
             attention_norm=self._vector(prefix + "input_layernorm.weight", None),
-            qkv=self._linear(qkv, hidden),
+            qkv=self._linear(qkv, hidden, QKV_SCHEMES[self._quantization]),
             qkv_bias=self._fused_bias(qkv) if config.attention_bias else None,
             query_norm=self._vector(attention + "q_norm.weight", None) if config.qk_norm else None,
             key_norm=self._vector(attention + "k_norm.weight", None) if config.qk_norm else None,
-            output=self._linear([(attention + "o_proj", hidden)], query),
+            output=self._linear([(attention + "o_proj", hidden)], query, self._quantization),
             output_bias=self._vector(attention + "o_proj.bias", None) if config.output_bias and leading else None,
             mlp_norm=self._vector(prefix + "post_attention_layernorm.weight", None),
-            gate_up=self._linear(gate_up, hidden),
+            gate_up=self._linear(gate_up, hidden, self._quantization),
             gate_up_bias=self._fused_bias(gate_up) if config.mlp_bias else None,
-            down=self._linear([(mlp + "down_proj", hidden)], shard.mlp),
+            down=self._linear([(mlp + "down_proj", hidden)], shard.mlp, self._quantization),
             down_bias=self._vector(mlp + "down_proj.bias", None) if config.mlp_bias and leading else None,
         )
 
-    def _linear(self, parts: Sequence[tuple[str, Range]], columns: Range) -> Weight:
+    def _linear(self, parts: Sequence[tuple[str, Range]], columns: Range, scheme: Quantization) -> Weight:
         """The outputs of all parts with the inputs `columns`, as the engine computes with them."""
         if not any(self._keeps(name, columns) for name, _ in parts):
-            return quantize(self._plain(parts, columns), self._quantization)
-        return join([self._part(name, rows, columns) for name, rows in parts])
+            return quantize(self._plain(parts, columns), scheme)
+        return join([self._part(name, rows, columns, scheme) for name, rows in parts])
 
-    def _part(self, name: str, rows: Range, columns: Range) -> Weight:
+    def _part(self, name: str, rows: Range, columns: Range, scheme: Quantization) -> Weight:
         if not self._keeps(name, columns):
-            return quantize(self._plain([(name, rows)], columns), self._quantization)
+            return quantize(self._plain([(name, rows)], columns), scheme)
         tensor = self._store.tensors[f"{name}.weight"]
         self._advance((rows[1] - rows[0]) * tensor.row_bytes)
         return self._store.read_quantized(f"{name}.weight", *rows).columns(*columns)

@@ -10,11 +10,17 @@ _EVERY_NS = 250_000
 
 
 def give_way(threads: int) -> None:
-    """Where `threads` computing threads leave no core free of those that this process may use, C code offers its core now
-    and then: event loops, routers and clients that wake meanwhile are not kept waiting for the scheduler's next tick.
-
-    Elsewhere it keeps the core, as it would lose its share to programs that never give way.
-    """
+    """C code of a process with `threads` computing threads offers its core to others, as `interval` says."""
     every = function("baton_give_way_every", "n")
     if every is not None:
-        every(_EVERY_NS if len(os.sched_getaffinity(0)) <= threads else 0)
+        every(interval(threads, len(os.sched_getaffinity(0))))
+
+
+def interval(threads: int, cores: int) -> int:
+    """Nanoseconds from one offer to the next, 0: never.
+
+    Where the threads leave none of the process's cores free, event loops, routers and clients that wake would else wait
+    for the scheduler's next tick. Elsewhere a thread keeps its core: it would lose its share to programs that never
+    offer theirs.
+    """
+    return _EVERY_NS if cores <= threads else 0
