@@ -144,7 +144,7 @@ async def test_api_08_a_pickle_on_a_port_is_never_opened(rig: RouterRig, tmp_pat
         writer.write_eof()
         await asyncio.wait_for(reader.read(), 10)
         writer.close()
-    call = rig.channel.unary_unary("/baton.v1.Baton/ListModels")
+    call: Any = rig.channel.unary_unary("/baton.v1.Baton/ListModels")
     with pytest.raises(grpc.aio.AioRpcError):
         await call(data)
     assert not (tmp_path / "touched").exists()
