@@ -7,7 +7,7 @@ from itertools import combinations
 from pathlib import Path
 
 from .config import Config, PoolSection
-from .units import show_bytes, show_cores, show_duration, split_address
+from .units import later_address, show_bytes, show_cores, show_duration, split_address
 
 _ANY = {"0.0.0.0", "::"}
 _GRPC_CLOCKS = ("keepalive", "keepalive_timeout", "min_ping_interval", "max_connection_age")
@@ -22,14 +22,33 @@ def mistakes(config: Config) -> dict[str, str]:
 
 def _ports(config: Config) -> dict[str, str]:
     found: dict[str, str] = {}
-    named = [(name, getattr(config.router, name)) for name in ("grpc", "http", "admin")]
+    for name in ("prefill", "decode"):
+        section = getattr(config.pools, name)
+        last = split_address(section.vllm_grpc)[1] + section.replicas - 1 if section.vllm_grpc is not None else 0
+        if last > 65535:
+            found[f"pools.{name}.vllm_grpc"] = f"is {section.vllm_grpc}: {section.replicas} workers need as many ports"
+    if found:
+        return found
+    named = [(f"router.{name}", getattr(config.router, name)) for name in ("grpc", "http", "admin")]
+    named += _gateway_ports(config)
     for (first, one), (second, two) in combinations(named, 2):
         (host, port), (other_host, other_port) = split_address(one), split_address(two)
         if port == 0 or port != other_port:
             continue
         alike = {host, other_host} <= _LOOPBACK or host == other_host
         if alike or {host, other_host} & _ANY:
-            found[f"router.{second}"] = f"is {two}, the same port as router.{first} ({one}); give each its own, or 0"
+            found[second] = f"is {two}, the same port as {first} ({one}); give each its own, or 0"
+    return found
+
+
+def _gateway_ports(config: Config) -> list[tuple[str, str]]:
+    """Where workers speak to gateways: each one port above the one before it."""
+    found: list[tuple[str, str]] = []
+    for name in ("prefill", "decode"):
+        section = getattr(config.pools, name)
+        if section.vllm_grpc is not None:
+            key = f"pools.{name}.vllm_grpc"
+            found += [(key, later_address(section.vllm_grpc, number)) for number in range(section.replicas)]
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ..proto import failpoints
@@ -61,7 +62,14 @@ def _beside(spec: WorkerSpec, tell: Report) -> Beside | None:
         return None
     from ..vllm_engine import main as vllm_engine
 
-    return lambda: vllm_engine.serve(params, lambda address: tell("vllm", {"address": address}))
+    def serve(serving: Callable[[], None]) -> Coroutine[Any, Any, None]:
+        def listening(address: str) -> None:
+            tell("vllm", {"address": address})
+            serving()
+
+        return vllm_engine.serve(params, listening)
+
+    return serve
 
 
 def check_visible_devices(visible: str) -> None:

@@ -22,7 +22,7 @@ from ..vllm_engine.params import VllmParams
 from .config import Config, Percentiles, PoolSection
 from .processes import available_cores, threads_per_rank
 from .reconcile import POOLS, Backoff
-from .units import show_cores, split_address
+from .units import later_address, show_cores
 
 NODE = "node"  # the host that every rank replaces by the address of its own node
 
@@ -228,11 +228,10 @@ class SpecBuilder:
         config, base = self._config, pool(self._config, role).vllm_grpc
         if base is None:
             return None
-        host, port = split_address(base)
         number = int(worker_id.rpartition("-")[2])
         router = router_params(config, self._name, self.membership_address)
         return VllmParams(
-            address=f"{host}:{port + number if port else 0}",
+            address=later_address(base, number),
             key=f"pools.{role}.vllm_grpc",
             role=role,
             worker_id=worker_id,

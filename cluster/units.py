@@ -128,6 +128,14 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def later_address(address: str, number: int) -> str:
+    """The address `number` ports above; a port 0 stays one. Raises ValueError."""
+    host, port = address.rpartition(":")[0], split_address(address)[1]
+    if port + number > 65535:
+        raise ValueError(f"{address} has no {number} ports above it")
+    return f"{host}:{port + number if port else 0}"
+
+
 def _check_address(value: str) -> str:
     split_address(value)
     return value

@@ -26,7 +26,7 @@ _GRACE_S = 0.2  # for what was handed to gRPC to leave
 _LAST_STEP_S = 30.0
 
 
-Beside = Callable[[], Coroutine[Any, Any, object]]
+Beside = Callable[[Callable[[], None]], Coroutine[Any, Any, object]]  # runs until cancelled; says when it serves
 
 
 class Stop(Protocol):
@@ -66,9 +66,11 @@ async def serve_worker(
     await server.start()
     sys.setswitchinterval(_SWITCH_S)
     loop.start()
-    extra = asyncio.ensure_future(beside() if beside is not None else asyncio.Event().wait())
+    extra, serving = _begin(beside)
     try:
-        report("ready", {"address": f"{place}:{bound}", "pid": os.getpid()})
+        await asyncio.wait([extra, serving], return_when=asyncio.FIRST_COMPLETED)
+        if not extra.done():
+            report("ready", {"address": f"{place}:{bound}", "pid": os.getpid()})
         while not stop.is_set() and not loop.ended.is_set() and not extra.done():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
@@ -76,11 +78,21 @@ async def serve_worker(
         if loop.failure is not None:
             await service.flush(_LAST_WORDS_S)
     finally:
+        serving.cancel()
         extra.cancel()
-        await asyncio.wait([extra])
+        await asyncio.wait([extra, serving])
         await server.stop(0 if loop.failure is None else _GRACE_S)
         await asyncio.to_thread(loop.stop, _LAST_STEP_S)
     if loop.failure is not None:
         raise loop.failure
     if not extra.cancelled():
         extra.result()
+
+
+def _begin(beside: Beside | None) -> tuple[asyncio.Future[object], asyncio.Future[object]]:
+    """(`beside` as it runs, what is done when it serves); without one, nothing that ends and something that is done."""
+    up = asyncio.Event()
+    if beside is None:
+        up.set()
+    extra = asyncio.ensure_future(beside(up.set) if beside is not None else asyncio.Event().wait())
+    return extra, asyncio.ensure_future(up.wait())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, NoReturn
 
 import grpc
@@ -17,9 +18,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def abort(context: Context, error: BatonError, request_id: str = "") -> NoReturn:
-    """Ends the call with the error's status, its details and its trailers."""
+    """Ends the call with the error's status, its details and its trailers. Raises CancelledError when it is over."""
     rich = rpc_status.to_status(status_of(error, request_id))
-    await context.abort(error.grpc_status, error.message, (*_trailers(error, request_id), *rich.trailing_metadata))
+    trailers = (*_trailers(error, request_id), *rich.trailing_metadata)
+    try:
+        await context.abort(error.grpc_status, error.message, trailers)
+    except grpc.aio.InternalError:  # the client's deadline passed in this very moment: nobody hears it
+        raise asyncio.CancelledError from None
 
 
 def status_of(error: BatonError, request_id: str = "") -> status_pb2.Status:

@@ -6,6 +6,7 @@ status without a meaning.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -58,7 +59,9 @@ def _guarded(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
             raise
         except BatonError as error:
             await abort(context, error)
-        except Exception:
+        except Exception as error:
+            if _is_over(error):
+                raise asyncio.CancelledError from None
             _log.exception("%s failed", method)
             await abort(context, InternalError("a fault of the server; its log says more"))
 
@@ -66,6 +69,13 @@ def _guarded(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
         call, request_deserializer=parse, response_serializer=handler.response_serializer
     )
     return guarded
+
+
+def _is_over(error: BaseException) -> bool:
+    """Whether a message was written to a call that is over: its client left, or its deadline passed."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_over(part) for part in error.exceptions)
+    return isinstance(error, grpc.aio.InternalError)
 
 
 def _checked(request: Any, method: str) -> Any:

@@ -13,6 +13,7 @@ from baton.cluster.units import human_bytes, parse_bytes, parse_duration, parse_
 from baton.engine.params import SpeculationParams
 from baton.kv_transfer.params import TLSFiles
 from baton.proto.errors import ConfigError
+from baton.router.params import GrpcParams
 
 
 def config(text: str = "") -> Config:
@@ -71,6 +72,44 @@ def test_each_incarnation_has_a_secret_that_its_ranks_share() -> None:
     other, again = builder.worker("decode-1", "i", 0, ""), builder.worker("decode-0", "j", 0, "")
     assert first.params.secret == follower.params.secret
     assert len({first.params.secret, other.params.secret, again.params.secret}) == 3
+
+
+def test_what_concerns_clients_over_grpc_reaches_the_router() -> None:
+    text = (
+        "router: {grpc_options: {keepalive: 5s, keepalive_timeout: 2s, min_ping_interval: 1s, max_connection_age: 9s, "
+        "max_streams: 7, reflection: false, channelz: false, open_inference: false}, "
+        "limits: {batch: 3, parallelism: 2}}\nclocks: {lame_duck: 1s}"
+    )
+    params = spec.router_params(config(text), "m", "h:1")
+    assert params.grpc == GrpcParams(5.0, 2.0, 1.0, 9.0, 7, False, False, False)
+    assert (params.limits.batch, params.limits.parallelism, params.lame_duck_s) == (3, 2, 1.0)
+
+
+def test_workers_speak_to_gateways_on_ports_in_a_row() -> None:
+    builder = spec.SpecBuilder(config("pools: {decode: {replicas: 2, vllm_grpc: '127.0.0.1:41002'}}"), "m")
+    builder.membership_address = "127.0.0.1:9"
+    first, second = (builder.worker(f"decode-{number}", "i", 0, "").vllm for number in range(2))
+    assert first is not None
+    assert second is not None
+    assert (first.address, second.address) == ("127.0.0.1:41002", "127.0.0.1:41003")
+    assert (second.router.membership_address, second.router.served_name) == ("127.0.0.1:9", "m")
+    assert builder.worker("decode-0", "i", 1, "h:1").vllm is None  # ranks that follow serve nobody
+    assert builder.worker("prefill-0", "i", 0, "").vllm is None
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("pools: {decode: {replicas: 3, vllm_grpc: '127.0.0.1:50049'}}", "pools.decode.vllm_grpc", "the same port"),
+        ("pools: {decode: {replicas: 3, vllm_grpc: '127.0.0.1:65534'}}", "pools.decode.vllm_grpc", "as many ports"),
+        ("clocks: {lame_duck: 6s}", "clocks.lame_duck", "half of cluster.stop_grace"),
+        ("router: {grpc_options: {keepalive: 0s}}", "router.grpc_options.keepalive", "more than 0"),
+    ],
+)
+def test_ports_and_clocks_that_cannot_be_are_mistakes(text: str, key: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        config(text)
+    assert key in str(caught.value)
 
 
 def test_the_host_node_becomes_each_nodes_own_address() -> None:

@@ -1,7 +1,8 @@
-"""The Python example of docs/api.md runs as it is printed, but for the address."""
+"""docs/api.md is true: its Python example runs as it is printed, and the tests that docs/testing.md names exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from asyncio import create_subprocess_exec, subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 from baton.proto import baton_pb2 as api
 from baton.tests.harness.router_rig import router_rig
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+TESTS = Path(__file__).resolve().parent
+DOCS, TESTING = TESTS.parent / "docs" / "api.md", TESTS.parent / "docs" / "testing.md"
 
 
 async def test_the_python_example(tmp_path: Path) -> None:
@@ -27,6 +29,18 @@ async def test_the_python_example(tmp_path: Path) -> None:
     assert first == "hello"
     assert second.startswith("hello prompt_tokens: ")
     assert "hello ['tiny']" in rest[-1]
+
+
+def test_the_tests_of_the_cases_over_grpc_exist() -> None:
+    """The table of docs/testing.md."""
+    rows = re.findall(r"^\| gRPC ((?:API|ST)-\d\d) \|[^|]*\|([^|]*)\|$", TESTING.read_text(), re.MULTILINE)
+    assert [case for case, _ in rows] == [f"{kind}-{number:02}" for kind in ("API", "ST") for number in range(1, 11)]
+    for case, cell in rows:
+        named = re.findall(r"`(\w+)::(\w+)`", cell)
+        assert named, case
+        for module, name in named:
+            functions = ast.parse((TESTS / f"{module}.py").read_text()).body
+            assert name in {f.name for f in functions if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)}, name
 
 
 def test_every_field_is_explained() -> None:

@@ -9,10 +9,12 @@ import hashlib
 import io
 import json
 import re
+import socket
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
@@ -336,3 +338,17 @@ def test_many_pairs_at_once_leave_nothing_behind(pair: Pair) -> None:
         thread.join(60)
     assert wrong == []
     pair.rig.quiesce()
+
+
+def test_a_taken_port_ends_the_start_and_names_its_key(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = rigs.merged(
+            rigs.tiny_config(write_tiny_model(tmp_path / "model")), {"pools.decode.vllm_grpc": address}
+        )
+        with pytest.raises(RuntimeError) as caught, rigs.running(tmp_path, config):
+            pass
+    assert "baton serve ended with 2" in str(caught.value)
+    assert f"pools.decode.vllm_grpc: cannot listen on {address}" in str(caught.value)
