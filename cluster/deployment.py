@@ -66,7 +66,7 @@ class Deployment:
         )
         self._control = ControlService(config.router.admin, self.controller, name, self.endpoints)
         self._routers: dict[int, Child] = {}
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._router_task: asyncio.Task[None] | None = None
         self._router_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -95,7 +95,7 @@ class Deployment:
 
     async def close(self) -> None:
         """Stop the router, which lets live streams finish for a while, then the workers, then the launcher."""
-        self._stopping = True
+        self._stopping.set()
         grace_s = self._config.cluster.stop_grace
         await asyncio.gather(*(router.stop(grace_s) for router in self._routers.values()))
         if self._router_task is not None:
@@ -134,7 +134,7 @@ class Deployment:
         failures = 0
 
         def on_report(kind: str, fields: dict[str, Any]) -> None:
-            if kind != "log" or not self._stopping:  # while it stops it only mourns its workers
+            if kind != "log" or not self._stopping.is_set():  # while it stops it only mourns its workers
                 self._on_report(name, kind, fields)
             if kind == "ready":
                 self.endpoints.update({"grpc": fields["grpc"], "http": fields["http"]})
@@ -148,7 +148,7 @@ class Deployment:
             router = await Child.spawn(_ROUTER_COMMAND, spec.router_to_json(params), on_report)
             self._routers[number] = router
             reason = await router.wait()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if not self._router_ready.done():
                 text = _with_hint(reason, params) if reason else "router: ended by itself"
@@ -157,7 +157,7 @@ class Deployment:
             failures += 1
             _log.warning("%s: %s; restarting", name, reason or "ended by itself")
             await asyncio.sleep(spec.backoff(self._config).delay(failures))
-            if self._stopping:
+            if self._stopping.is_set():
                 return
 
 

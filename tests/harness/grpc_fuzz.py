@@ -128,12 +128,14 @@ async def _call(channel: grpc.aio.Channel, method: Method, rng: random.Random) -
     timeout = rng.choice((20.0, 20.0, 20.0, 0.02, 0.0))
     leave_after = rng.choice((None, None, None, 0, 1, 2))
     requests = [_bytes(method, rng) for _ in range(rng.choice((1, 1, 3)) if method.streaming[0] else 1)]
-    make = {
+    makers: dict[tuple[bool, bool], Any] = {
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,
         (True, True): channel.stream_stream,
-    }[method.streaming]
-    call: Any = make(method.path)(iter(requests) if method.streaming[0] else requests[0], timeout=timeout)
+    }
+    call: Any = makers[method.streaming](method.path)(
+        iter(requests) if method.streaming[0] else requests[0], timeout=timeout
+    )
     try:
         if not method.streaming[1]:
             await call
