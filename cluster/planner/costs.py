@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from ...engine.partition import head_ranges
 from ...proto.step_time import StepTime
@@ -73,7 +74,7 @@ class Terms:
         return max((field.name for field in fields(self)), key=lambda name: float(getattr(self, name)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CostModel:
     """A worker of `tp` ranks. `measured`: the calibration of this very model and degree, if there is one."""
 
@@ -85,7 +86,7 @@ class CostModel:
 
     # ---- sizes --------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def weight_bytes(self) -> float:
         """Of all ranks. Embedding and head keep 16 bits where the layers are quantised."""
         shape, kind = self.shape, self.options.weights
@@ -103,7 +104,7 @@ class CostModel:
         row = self.shape.head_dim * WIDTH[kind] + (4 if WIDTH[kind] == 1 else 0)
         return self.shape.kv_elements / self.shape.head_dim * row
 
-    @property
+    @cached_property
     def kv_rank_bytes(self) -> float:
         """KV of one token on the fullest rank: whole heads, and where ranks outnumber them each holds one."""
         if self.shape.latent:
@@ -111,7 +112,7 @@ class CostModel:
         most = max(stop - start for start, stop in head_ranges(self.shape.kv_heads, self.tp))
         return self.kv_token_bytes * most / self.shape.kv_heads
 
-    @property
+    @cached_property
     def kv_blocks(self) -> int:
         """Blocks of KV: (share * memory - weights / T - activations - collectives - reserve) / bytes of a block.
 
@@ -167,7 +168,20 @@ class CostModel:
         """Seconds, alone on the worker; see `prefill_terms`."""
         return self.prefill_terms(new_tokens, cached_tokens, batch).total
 
-    @property
+    @cached_property
+    def _prompts(self) -> dict[tuple[tuple[float, ...], float], list[Terms]]:
+        return {}
+
+    def prompts(self, lengths: tuple[float, ...], cached_share: float) -> list[Terms]:
+        """Of prompts of these lengths, of which a prefix cache holds this share; kept, as a search asks often."""
+        key = (lengths, cached_share)
+        if key not in self._prompts:
+            self._prompts[key] = [
+                self.prefill_terms(max(1.0, n * (1 - cached_share)), n * cached_share) for n in lengths
+            ]
+        return self._prompts[key]
+
+    @cached_property
     def prefill_law(self) -> StepTime:
         """a + b * tokens + c * squares, `proto/step_time.py`."""
         if self.measured is not None:
@@ -202,7 +216,7 @@ class CostModel:
         """Seconds; see `decode_terms`."""
         return self.decode_terms(sequences, context_tokens).total
 
-    @property
+    @cached_property
     def decode_law(self) -> StepTime:
         """a + b * sequences + c * context: the terms through 1 and 32 sequences, exact for dense models on one rank."""
         if self.measured is not None:
@@ -218,7 +232,7 @@ class CostModel:
         p, guesses = self.options.spec_accepted, self.options.spec_tokens
         return float(sum(p**i for i in range(guesses + 1)))
 
-    @property
+    @cached_property
     def token_law(self) -> StepTime:
         """The decode law for a token instead of a step: the same without speculation."""
         options, law = self.options, self.decode_law
