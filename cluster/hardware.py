@@ -29,14 +29,15 @@ class Efficiency(Section):
     """How much of the limits is reached: the coefficients of `planner/costs.py`, fitted with `planner/fitting.py`."""
 
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.65  # share of the FLOPs in prefill
-    all_reduce: Annotated[float, Field(gt=0)] = 4.0  # prefill's all-reduces: times what the link alone takes
-    prefill_s: Annotated[float, Field(ge=0)] = 1e-3  # of a step, whatever it computes
-    memory: Annotated[float, Field(ge=1)] = 1.07  # decode: bytes take so many times as long as at full bandwidth
-    compute: Annotated[float, Field(ge=0)] = 1.67  # decode: FLOPs likewise
-    layer_s: Annotated[float, Field(ge=0)] = 42.6e-6  # decode: of a layer
-    rank_s: Annotated[float, Field(ge=0)] = 12e-6  # decode: of a layer, for each doubling of the ranks
-    sequence_s: Annotated[float, Field(ge=0)] = 39.8e-6  # decode: of a sequence
-    origin: str = "vLLM on H100 and H200, 60 published rows"
+    all_reduce: Annotated[float, Field(ge=0)] = 2.3  # prefill's all-reduces: times what the link alone takes
+    all_reduce_large: Annotated[float, Field(ge=0)] = 2.5  # so much more for the bytes beyond 32 MiB
+    prefill_s: Annotated[float, Field(ge=0)] = 2e-3  # of a step, whatever it computes
+    memory: Annotated[float, Field(ge=1)] = 1.19  # decode: bytes take so many times as long as at full bandwidth
+    compute: Annotated[float, Field(ge=0)] = 1.29  # decode: FLOPs likewise
+    layer_s: Annotated[float, Field(ge=0)] = 36.6e-6  # decode: of a layer
+    rank_s: Annotated[float, Field(ge=0)] = 5.6e-6  # decode: of a layer, for each doubling of the ranks
+    sequence_s: Annotated[float, Field(ge=0)] = 20.8e-6  # decode: of a sequence
+    origin: str = "decode: vLLM on H100 and H200, 60 rows; prefill: Llama 2 70B on H100, 32 rows, without its launches"
 
 
 class Fitted(Section):

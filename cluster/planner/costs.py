@@ -3,7 +3,8 @@
 `CostModel.prefill_law` and `.decode_law` are laws of `proto/step_time.py`; where `baton calibrate` measured this
 model on this machine they are its fits, else they follow from sizes and the hardware profile, term by term:
 
-    prefill   t0 + [2 * P * N + 2 * L * h * d * sum(n * (n + 2s))] / (T * F * mfu) + 2L * r * ring(N * hidden * 2 B)
+    prefill   t0 + [2 * P * N + 2 * L * h * d * sum(n * (n + 2s))] / (T * F * mfu)
+              + 2L * [r * ring(N * hidden * 2 B) + r' * ring(its bytes beyond 32 MiB)]
     decode    m * (weights + context * kv) / (T * W) + k * 2 * P * b / (T * F)
               + 2L * all_reduce(b * hidden * 2 B) + L * x + L * log2(T) * y + b * z
 
@@ -28,6 +29,7 @@ from .model_shape import Shape
 
 WIDTH = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 _SCALE = {"int8": 4 / 64, "fp8": 0.0, "int4": 4 / 32}  # bytes of scales for each quantised parameter
+LARGE = 32 * 2**20  # bytes from which on an all-reduce takes more for each of them
 _BATCH = 32  # sequences, likewise for decode
 _BOUND_S = 0.35e9  # bytes a rank keeps for collectives (AIConfigurator: .34 to .39 GB of NCCL)
 
@@ -160,13 +162,19 @@ class CostModel:
             weights=(steps - 1) * self._read_s(self.options.max_batch_tokens),
             compute=2 * (shape.active - shape.vocab_size * shape.hidden) * tokens / rate,
             attention=2 * shape.layers * shape.heads * shape.head_dim * squares / exact,
-            all_reduce=2 * shape.layers * fit.all_reduce * ring_s(tokens * shape.hidden * 2, self.tp, self._link),
+            all_reduce=steps * 2 * shape.layers * self._prefill_reduce_s(tokens / steps),
             overhead=steps * fit.prefill_s,
         )
 
     def prefill_s(self, new_tokens: float, cached_tokens: float = 0.0, batch: int = 1) -> float:
         """Seconds, alone on the worker; see `prefill_terms`."""
         return self.prefill_terms(new_tokens, cached_tokens, batch).total
+
+    def _prefill_reduce_s(self, tokens: float) -> float:
+        """One all-reduce of a prefill step: what goes beyond 32 MiB was measured to be slower again (`fitting.py`)."""
+        size, fit = tokens * self.shape.hidden * 2, self.hardware.efficiency
+        beyond = fit.all_reduce_large * ring_s(max(0.0, size - LARGE), self.tp, self._link)
+        return fit.all_reduce * ring_s(size, self.tp, self._link) + beyond
 
     @cached_property
     def _prompts(self) -> dict[tuple[tuple[float, ...], float], list[Terms]]:

@@ -16,7 +16,7 @@ from .report import Report, max_sequences, verdict
 
 def write(config: Config, report: Report, place: Path) -> str:
     """What was written, in words. An aggregated plan is never written: the cluster has two pools, so the best
-    disaggregated one is, with the verdict above it. Raises ConfigError: there is none, or the file cannot be written."""
+    disaggregated one is, with the verdict above it. Raises ConfigError: there is none, or the file is not writable."""
     plan = report.found.disaggregated or _of_kind(report.best_effort)
     if plan is None:
         raise ConfigError("--write: no disaggregated plan was found, and a cluster has two pools")
