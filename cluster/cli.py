@@ -184,6 +184,20 @@ def plan(
     raise typer.Exit(command.plan(load_config(config, set_, print_config), explain, write, json_))
 
 
+@app.command(epilog="Example: baton calibrate configs/local.yaml --output my-machine.yaml")
+def calibrate(
+    config: ConfigArgument,
+    output: Annotated[Path, typer.Option(metavar="FILE.yaml", help="The hardware profile to write.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each step is measured.")] = 5,
+    set_: SetOption = None,
+    print_config: PrintOption = False,
+) -> None:
+    """Measure the engine on this machine, fit its step times, and write a hardware profile for plan and simulate."""
+    from .planner import calibrate as calibrating
+
+    raise typer.Exit(calibrating.run(load_config(config, set_, print_config), output, repeats))
+
+
 @app.command(epilog="Examples: baton explain training ; baton explain roofline --model llama-3.1-8b")
 def explain(
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="roofline or training")],
