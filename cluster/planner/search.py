@@ -36,7 +36,7 @@ class Found:
     def best(self) -> Plan | None:
         """The cheaper one; the aggregated one where they cost the same, as it has less that can fail."""
         plans = [plan for plan in (self.aggregated, self.disaggregated) if plan is not None]
-        return min(plans, key=lambda plan: (plan.gpus, -plan.attained * (plan.kind != "aggregated"))) if plans else None
+        return min(plans, key=lambda plan: (plan.gpus, plan.kind != "aggregated")) if plans else None
 
 
 class Search:
