@@ -143,7 +143,7 @@ def test_pb_09_the_answer_may_be_not_to_disaggregate(settings: list[str], why: s
 
 
 def test_tight_token_times_are_what_disaggregation_is_for() -> None:
-    config = configured("slo.tpot.p99=23ms", "workload.prompt_tokens.mean=2048", "workload.rate=6/s")
+    config = configured("slo.tpot.p99=22ms", "workload.prompt_tokens.mean=2048", "workload.rate=6/s")
     found = report.make(config, workload.from_config(config))
     assert found.plan is not None
     assert found.plan.kind == "disaggregated"
@@ -173,8 +173,7 @@ def test_sensitivity_moves_the_right_way() -> None:
     config = configured("slo.tpot.p99=25ms", "workload.rate=6/s")
     found = report.make(config, workload.from_config(config))
     by_name = {change.what: change.times for change in found.changes}
-    assert all(times is not None
-    assert times >= 0.99 for times in by_name.values())
+    assert min(times or 0 for times in by_name.values()) >= 0.99
     assert max(times or 0 for name, times in by_name.items() if name.startswith("one more")) > 1.05
 
 
