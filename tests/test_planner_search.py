@@ -77,8 +77,10 @@ def test_a_large_search_takes_seconds() -> None:
 def test_pb_01_no_load_is_the_least_plan_and_no_number_is_a_mistake() -> None:
     search, slo = Search(site(), 64, [1]), Slo({0.99: 1.0}, {0.99: 0.05})
     found = search.run(load(0), slo)
-    assert found.aggregated is not None and found.aggregated.replicas == (0, 1)
-    assert found.disaggregated is not None and found.disaggregated.replicas == (1, 1)
+    assert found.aggregated is not None
+    assert found.aggregated.replicas == (0, 1)
+    assert found.disaggregated is not None
+    assert found.disaggregated.replicas == (1, 1)
     assert math.isfinite(found.disaggregated.ttft.percentiles[0.99])
     assert found.disaggregated.dollars_million(True) is None  # no tokens: no price of one
     for rate in (math.nan, math.inf, -1.0):
