@@ -10,11 +10,12 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 CASES = [f"LC-{number:02}" for number in range(1, 15)] + [f"KV-{number:02}" for number in range(1, 17)]
+CASES += [f"PB-{number:02}" for number in (1, 2, 3, 8, 9)]
 
 
 def _table() -> dict[str, list[str]]:
     text = (TESTS.parent / "docs" / "testing.md").read_text()
-    rows = re.findall(r"^\| ((?:LC|KV)-\d\d) \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| ((?:LC|KV|PB)-\d\d) \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
     return {case: re.findall(r"`(\w+::\w+)`", tests) for case, tests in rows}
 
 

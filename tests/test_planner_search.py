@@ -167,7 +167,7 @@ def test_too_few_gpus_give_the_most_that_they_serve() -> None:
 
 
 def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
-    with pytest.raises(ConfigError, match="GB are missing for the weights.*plan.weights"):
+    with pytest.raises(ConfigError, match=r"GB are missing for the weights.*plan\.weights"):
         Search(site("model.path=llama-3.1-70b"), 1, [1]).run(load(1), Slo({}, {}))
 
 

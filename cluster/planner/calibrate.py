@@ -31,8 +31,6 @@ from .fitting import errors, non_negative
 from .measuring import Timed
 from .model_shape import find
 
-_REPEATS = 5
-
 
 def fitted(cells: list[Timed]) -> Fitted:
     """The law of these cells, with what it was fitted to. Raises ConfigError: too few to know three coefficients."""
@@ -58,8 +56,8 @@ def fitted(cells: list[Timed]) -> Fitted:
     )
 
 
-def run(config: Config, output: Path, repeats: int = _REPEATS, seed: int = 0) -> int:
-    """Measure, fit, write and show. Raises ConfigError."""
+def check(config: Config, output: Path) -> None:
+    """Raises ConfigError for what cannot be calibrated."""
     for role in ("prefill", "decode"):
         if spec.pool(config, role).tensor_parallel != 1:
             raise ConfigError(f"pools.{role}.tensor_parallel: is more than 1; one rank is calibrated: set it to 1")
@@ -67,6 +65,11 @@ def run(config: Config, output: Path, repeats: int = _REPEATS, seed: int = 0) ->
         raise ConfigError(f"--output: is {output}, but must end in .yaml")
     if spec.threads(config, "prefill") != spec.threads(config, "decode"):
         raise ConfigError("pools.prefill.threads: differs from pools.decode.threads; calibrate with the same in both")
+
+
+def run(config: Config, output: Path, repeats: int) -> int:
+    """Measure, fit, write and show. Raises ConfigError."""
+    check(config, output)
     params = replace(spec.local_engine(config), threads=spec.threads(config, "decode"))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(params.threads)  # before torch is imported
@@ -85,7 +88,7 @@ def run(config: Config, output: Path, repeats: int = _REPEATS, seed: int = 0) ->
     columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=cells.cells * (repeats + 1))
-        prefill, decode = measuring.run(runner, cells, repeats, seed, lambda: bar.advance(task))
+        prefill, decode = measuring.run(runner, cells, repeats, 0, lambda: bar.advance(task))
     laws = {"prefill": fitted(prefill), "decode": fitted(decode)}
     _write(config, output, laws, params.threads)
     _show(prefill, decode, laws)

@@ -68,7 +68,7 @@ class Terms:
     @property
     def total(self) -> float:
         """Their sum."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
     @property
     def bottleneck(self) -> str:
@@ -279,12 +279,14 @@ class CostModel:
     def message_s(self) -> float:
         """Of one message, whatever its size (11 to 20 us a layer were measured elsewhere)."""
         if self.measured is not None and self.measured.transfer is not None:
-            return self.measured.transfer.alpha_s / self.groups
+            return self.measured.transfer.alpha_s
         return self.hardware.network_latency + 15e-6 * min(self.options.layer_group, self.shape.layers)
 
     @property
     def groups(self) -> int:
-        """Messages of one chunk: groups of layers."""
+        """Messages of one chunk: groups of layers; one where what they leave behind was measured as a whole."""
+        if self.measured is not None and self.measured.transfer is not None:
+            return 1
         return max(1, math.ceil(self.shape.layers / self.options.layer_group))
 
     def transfer_s(self, tokens: float, computed_s: float = 0.0, load: float = 0.0, to_tp: int | None = None) -> float:
@@ -296,6 +298,8 @@ class CostModel:
         """
         parts = self.groups * self._steps(tokens)
         moved = self.transfer_bytes(tokens, to_tp) / self.bandwidth_to(to_tp) / max(1e-9, 1 - load)
+        if self.measured is not None and self.measured.transfer is not None:
+            return self.message_s + moved
         each = self.message_s + moved / parts
         layered = max(each, parts * each - (parts - 1) * computed_s / parts)
         return min(layered, self.message_s + moved)

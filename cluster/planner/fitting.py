@@ -36,9 +36,11 @@ def non_negative(
             if np.all(found >= 0) and float(left @ left) < error - 1e-12:
                 best, error = np.zeros_like(bounds), float(left @ left)
                 best[list(columns)] = found / scale[list(columns)]
-    return bounds + best
+    lowest: Matrix = bounds + best
+    return lowest
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Matrix:
     """|predicted / measured - 1| of each."""
-    return np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
+    off: Matrix = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
+    return off

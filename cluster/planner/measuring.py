@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ...engine.runner import Runner
     from ...engine.step import SequenceStep
 
-_CHUNKS = (16, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192)
-_STARTS = (0, 256, 1024, 2048, 4096)
+_CHUNKS = (16, 32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192)
+_STARTS = (0, 64, 256, 1024, 2048, 4096)
 _BATCHES = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096)
 _MOST_S = 3.0  # a step that is expected to take longer is left out

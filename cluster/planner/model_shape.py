@@ -79,7 +79,7 @@ class Shape:
 
         Experts are drawn independently: a token leaves one out with 1 - active/experts (the coupon collector's mean).
         """
-        left = (1 - self.active_experts / self.experts) ** tokens
+        left = float((1 - self.active_experts / self.experts) ** tokens)
         return self.total - self.looked_up - self.layers * self.experts * self.mlp_weights * left
 
     @property

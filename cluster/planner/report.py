@@ -51,7 +51,9 @@ def make(config: Config, workload: Workload) -> Report:
         effort = Plan(effort.kind, effort.prefill, effort.decode, effort.replicas, workload, found.slo)
     plan = found.best or effort
     able = search.capacity(plan) if plan is not None else 0.0
-    return Report(site, workload, found, effort, changes(search, site, plan) if found.best else [], able)
+    return Report(
+        site, workload, found, effort, changes(search, site, found.best) if found.best is not None else [], able
+    )
 
 
 def max_sequences(plan: Plan) -> int:

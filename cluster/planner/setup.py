@@ -11,6 +11,7 @@ from ..hardware import Hardware, Measured
 from .costs import CostModel, Options
 from .model_shape import Shape, find
 
+_CHUNK = 2048  # tokens of prompts in a step of an aggregated worker
 _QUANTISED = {"none": "", "w8a8": "int8", "int4": "int4"}
 
 
@@ -64,7 +65,7 @@ def options(config: Config, role: str) -> Options:
         weights=weights,
         kv=config.model.dtype if kv == "auto" else kv,
         block_size=pool.block_size or config.kv.block_size,
-        max_batch_tokens=config.pools.prefill.max_batch_tokens if role == "prefill" else 2048,
+        max_batch_tokens=config.pools.prefill.max_batch_tokens if role == "prefill" else _CHUNK,
         max_sequences=config.pools.decode.max_sequences,
         memory_share=section.memory_share,
         reserve=section.reserve,

@@ -53,13 +53,12 @@ def _plans(report: Report) -> Table:
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("")
     found = report.found
-    plans = [plan for plan in (found.disaggregated, found.aggregated) if plan is not None] or [report.best_effort]
+    tried = (found.disaggregated, found.aggregated, report.best_effort)
     columns = []
-    for plan in plans:
-        if plan is not None:
-            mark = " *" if plan is report.plan else ""
-            table.add_column(plan.kind + mark, justify="right")
-            columns.append(reports.plan_json(plan))
+    for plan in (plan for plan in tried if plan is not None):
+        mark = " *" if plan is report.plan else ""
+        table.add_column(plan.kind + mark, justify="right")
+        columns.append(reports.plan_json(plan))
     for title, cells in _rows(columns):
         table.add_row(title, *cells)
     return table
