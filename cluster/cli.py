@@ -165,6 +165,50 @@ def doctor(config: ConfigArgument, set_: SetOption = None, print_config: PrintOp
     raise typer.Exit(code)
 
 
+@app.command(
+    epilog="Examples: baton plan configs/teaching-7b-a100.yaml --explain ; "
+    "baton plan configs/local.yaml --write plan.yaml ; "
+    "baton plan configs/h100-node.yaml --set model.path=llama-3.1-70b --set workload.rate=20/s --json"
+)
+def plan(
+    config: ConfigArgument,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the arithmetic of this model and machine.")] = False,
+    write: Annotated[Path | None, typer.Option(metavar="OUT.yaml", help="Write a configuration to serve.")] = None,
+    json_: JsonOption = False,
+    set_: SetOption = None,
+    print_config: PrintOption = False,
+) -> None:
+    """Find the fewest workers that meet the limits: of each pool, or without disaggregation. Exit 1: there are none."""
+    from .planner import command
+
+    raise typer.Exit(command.plan(load_config(config, set_, print_config), explain, write, json_))
+
+
+@app.command(epilog="Example: baton calibrate configs/local.yaml --output my-machine.yaml")
+def calibrate(
+    config: ConfigArgument,
+    output: Annotated[Path, typer.Option(metavar="FILE.yaml", help="The hardware profile to write.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each step is measured.")] = 5,
+    set_: SetOption = None,
+    print_config: PrintOption = False,
+) -> None:
+    """Measure the engine on this machine, fit its step times, and write a hardware profile for plan and simulate."""
+    from .planner import calibrate as calibrating
+
+    raise typer.Exit(calibrating.run(load_config(config, set_, print_config), output, repeats))
+
+
+@app.command(epilog="Examples: baton explain training ; baton explain roofline --model llama-3.1-8b")
+def explain(
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="roofline or training")],
+    model: Annotated[str, typer.Option(help="A name of the catalogue, a directory, a file.")] = "teaching-7b",
+) -> None:
+    """Show the arithmetic of inference, or why training needs so much more memory."""
+    from .planner import command
+
+    raise typer.Exit(command.explain(topic, model))
+
+
 @app.command(epilog="Example: baton bench --config configs/local.yaml --concurrency 8 --json")
 def bench(
     config: ConfigOption = None,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints
 
-from .units import Address, Bytes, Cores, Duration, Rate
+from .units import Address, Bandwidth, Bytes, Cores, Duration, Rate
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -259,6 +259,8 @@ class SLOSection(Section):
 
     ttft: Percentiles = Percentiles()
     tpot: Percentiles = Percentiles()
+    attainment: Annotated[float, Field(gt=0, lt=1)] | None = None  # share of requests within the strictest limits of
+    # both at once; None: each percentile by itself
 
 
 class Lengths(Section):
@@ -269,11 +271,34 @@ class Lengths(Section):
 
 
 class WorkloadSection(Section):
-    """The load that `bench` makes."""
+    """The load that `bench` makes and `plan` plans for."""
 
     rate: Rate = 2.0
     prompt_tokens: Lengths = Lengths(mean=512)
     output_tokens: Lengths = Lengths(mean=128)
+    prefix_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of prompt tokens that a prefix cache holds
+    peak: Annotated[float, Field(ge=1, le=100)] = 1.0  # the busiest five minutes' load / the mean
+
+
+class SpeculationGain(Section):
+    """What `plan` assumes of speculation, where engine.speculation names a method."""
+
+    accepted: Annotated[float, Field(ge=0, lt=1)] = 0.6  # chance that a guess stands, when those before it did
+    cost: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of a guess, in decode steps of one sequence
+
+
+class PlanSection(Section):
+    """What `plan` may choose from, and what it assumes where nothing was measured."""
+
+    gpus: Count = 512  # at most, in both pools
+    tensor_parallel: Annotated[list[Count], Field(min_length=1)] = [1, 2, 4, 8]
+    weights: Literal["auto", "float32", "bfloat16", "fp8", "int8", "int4"] = "auto"  # auto: as `model` says
+    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory, for weights, activations and KV
+    reserve: Bytes = 10**9  # of a GPU's memory, for the runtime and its workspaces
+    bandwidth: Bandwidth | None = None  # of a GPU's memory, instead of the profile's
+    link: Bandwidth | None = None  # over which KV travels, per rank and one way; None: the profile's network
+    price: Annotated[float, Field(gt=0)] | None = None  # dollars a GPU and hour; None: the profile's
+    speculation: SpeculationGain = SpeculationGain()
 
 
 class Config(Section):
@@ -288,6 +313,7 @@ class Config(Section):
     clocks: ClocksSection = ClocksSection()
     slo: SLOSection = SLOSection()
     workload: WorkloadSection = WorkloadSection()
+    plan: PlanSection = PlanSection()
     hardware: Text | None = None  # a name in configs/hardware/ or a file
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
