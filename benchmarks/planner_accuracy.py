@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,13 +58,14 @@ def halves(rows: Sequence[Row]) -> dict[Row, float]:
 def scores(rows: Sequence[Row]) -> list[Score]:
     """By engine and GPU, by engine, by (source, model, GPU), and with a model left out."""
     found = []
+    groups: tuple[tuple[str, Callable[[Row], str]], ...] = (
+        ("", lambda row: f"{row.engine}, all GPUs"),
+        ("", lambda row: f"{row.engine} on {row.gpu}"),
+        ("", lambda row: f"   {row.source}: {row.model} on {row.gpu}"),
+    )
     for kind in ("tpot", "prefill", "kv"):
         predicted = halves([row for row in rows if row.kind == kind])
-        for title, key in (
-            ("", lambda row: f"{row.engine}, all GPUs"),
-            ("", lambda row: f"{row.engine} on {row.gpu}"),
-            ("", lambda row: f"   {row.source}: {row.model} on {row.gpu}"),
-        ):
+        for title, key in groups:
             for group in sorted({key(row) for row in predicted}):
                 mine = [row for row in predicted if key(row) == group]
                 found.append(score(kind + title, group, mine, [predicted[row] for row in mine]))
