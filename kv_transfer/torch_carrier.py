@@ -160,7 +160,7 @@ class TorchCarrier:
         """Operations are queued behind what the calling thread has queued, which made or read the buffer."""
         if self._stream is None:
             return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.currentstream_of(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         scope: contextlib.AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return scope
 
