@@ -275,7 +275,7 @@ def test_bad_requests_are_refused_by_name(pair: Pair) -> None:
         ({"logprobs": 21}, "logprobs"),
     ):
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(pair.decode, "bad", **fields))  # type: ignore[arg-type]
+            list(call(pair.decode, "bad", **fields))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert words in str(caught.value.details())
 
@@ -302,8 +302,8 @@ def test_what_a_gateway_asks_when_it_registers_a_worker(pair: Pair) -> None:
             zipfile.ZipFile(io.BytesIO(data)).namelist()
         )
     with grpc.insecure_channel(pair.address) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        answer = stub.Check(health_pb2.HealthCheckRequest(service="vllm.grpc.engine.VllmEngine"))
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(service="vllm.grpc.engine.VllmEngine"))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 

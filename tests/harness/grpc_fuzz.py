@@ -128,7 +128,7 @@ async def _call(channel: grpc.aio.Channel, method: Method, rng: random.Random) -
     timeout = rng.choice((20.0, 20.0, 20.0, 0.02, 0.0))
     leave_after = rng.choice((None, None, None, 0, 1, 2))
     requests = [_bytes(method, rng) for _ in range(rng.choice((1, 1, 3)) if method.streaming[0] else 1)]
-    make = {
+    make: Any = {
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,
         (True, True): channel.stream_stream,
