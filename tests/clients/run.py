@@ -50,9 +50,8 @@ def main() -> int:
 
 def check(rig: Rig, python: str, client: str) -> int:
     """One of the scripts beside this one."""
-    return subprocess.run(
-        [python, str(HERE / f"with_{client}.py"), rig.http + "/v1"], timeout=600, check=False
-    ).returncode
+    command = [python, str(HERE / f"with_{client}.py"), rig.http + "/v1"]
+    return subprocess.run(command, timeout=600, check=False).returncode
 
 
 def fuzz(rig: Rig, options: argparse.Namespace) -> int:

@@ -34,15 +34,20 @@ class Person(BaseModel):
     tall: bool
 
 
+def refused(kind, param, call, **arguments) -> None:
+    """The call fails with this kind of error, which names the parameter."""
+    found = None
+    try:
+        call(**arguments)
+    except kind as error:
+        found = error.param
+    assert found == param, (found, param)
+
+
 def models(client: openai.OpenAI) -> str:
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id).id == model.id
-    try:
-        client.chat.completions.create(model="another", messages=MESSAGES)
-    except openai.NotFoundError as error:
-        assert error.param == "model"
-    else:
-        raise AssertionError("a model that is not served")
+    refused(openai.NotFoundError, "model", client.chat.completions.create, model="another", messages=MESSAGES)
     return model.id
 
 
@@ -60,12 +65,8 @@ def completions(client: openai.OpenAI, model: str) -> None:
     *said, last = parts
     assert last.usage.completion_tokens == 8
     assert sum(len(part.choices[0].text) for part in said) > 0
-    try:
-        client.completions.create(model=model, prompt="x", temperature=99)
-    except openai.BadRequestError as error:
-        assert error.param == "temperature"
-    else:
-        raise AssertionError("temperature 99")
+    hot = {"model": model, "prompt": "x", "temperature": 99}
+    refused(openai.BadRequestError, "temperature", client.completions.create, **hot)
 
 
 def chat(client: openai.OpenAI, model: str) -> None:
