@@ -3,12 +3,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(VENV)/.native
+CLIENTS := .venv-clients
+CALLS ?= 10000
 PROMPT ?= What is the capital of France?
 CONFIG ?= configs/local.yaml
 # any free port: a cluster that runs already keeps its own
 FREE_PORTS := --set router.grpc=127.0.0.1:0 --set router.http=127.0.0.1:0 --set router.admin=127.0.0.1:0
 
-.PHONY: install run test test-slow kernels check proto clean
+.PHONY: install run test test-slow kernels check clients proto clean
 
 install: $(STAMP) $(NATIVE)
 
@@ -47,6 +49,12 @@ check: install
 	$(BIN)/mypy -p baton
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_generated.py
 
+# Clients of others, in an environment of their own, against a small cluster; then CALLS calls of a fuzzer.
+clients: install
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet openai langchain-openai litellm schemathesis
+	$(BIN)/python -m baton.tests.clients.run --python $(CLIENTS)/bin/python --calls $(CALLS)
+
 proto: install
 	mkdir -p .types/generated
 	$(BIN)/python -m grpc_tools.protoc -Ibaton/proto=proto --python_out=.types/generated --pyi_out=.types/generated \
@@ -54,4 +62,4 @@ proto: install
 	cp .types/generated/baton/proto/* proto/
 
 clean:
-	rm -rf $(VENV) .types .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info kernels/libbaton-*.so
+	rm -rf $(VENV) $(CLIENTS) .types .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info kernels/libbaton-*.so

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
+from baton.proto import worker_pb2 as pb
 from baton.tests.harness.router_rig import CONTEXT, EOS_ID, RouterRig, router_rig, say
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -390,3 +392,36 @@ async def test_usage_in_every_event(rig: RouterRig) -> None:
     assert counts == sorted(counts)
     assert counts[-1] == said[-2]["usage"]["completion_tokens"] == 6
     assert {event["usage"]["prompt_tokens"] for event in said[:-1]} == {3}
+
+
+async def test_api_07_150_slow_streams_run_side_by_side(rig: RouterRig) -> None:
+    """No pool or queue on the way caps how many streams are open: all have begun before any has ended."""
+    go_on = asyncio.Event()
+    worker = rig.cluster["decode-0"]
+    decode = worker.on_decode
+
+    async def held(leg: pb.Leg) -> None:
+        await go_on.wait()
+        await decode(leg)
+
+    worker.on_decode = held
+    begun = 0
+
+    async def stream() -> str:
+        nonlocal begun
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=rig.http.base_url, timeout=60, limits=limits, verify=False) as http:
+            async with http.stream("POST", TEXT, json={"prompt": "x", "stream": True}) as response:
+                lines = response.aiter_lines()
+                first = await anext(lines)
+                begun += 1
+                return "\n".join([first, *[line async for line in lines]])
+
+    streams = [asyncio.create_task(stream()) for _ in range(150)]
+    for _ in range(1000):
+        if begun == 150:
+            break
+        await asyncio.sleep(0.02)
+    assert begun == 150
+    go_on.set()
+    assert all(text.rstrip().endswith("[DONE]") for text in await asyncio.gather(*streams))
