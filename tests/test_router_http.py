@@ -410,12 +410,12 @@ async def test_api_07_150_slow_streams_run_side_by_side(rig: RouterRig) -> None:
     async def stream() -> str:
         nonlocal begun
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=rig.http.base_url, timeout=60, limits=limits, verify=False) as http:
-            async with http.stream("POST", TEXT, json={"prompt": "x", "stream": True}) as response:
-                lines = response.aiter_lines()
-                first = await anext(lines)
-                begun += 1
-                return "\n".join([first, *[line async for line in lines]])
+        http = httpx.AsyncClient(base_url=rig.http.base_url, timeout=60, limits=limits, verify=False)
+        async with http, http.stream("POST", TEXT, json={"prompt": "x", "stream": True}) as response:
+            lines = response.aiter_lines()
+            first = await anext(lines)
+            begun += 1
+            return "\n".join([first, *[line async for line in lines]])
 
     streams = [asyncio.create_task(stream()) for _ in range(150)]
     for _ in range(1000):
