@@ -2,12 +2,14 @@
 
     files/ID.json   OpenAI's File object        files/ID.data   its content
     batches/ID.json OpenAI's Batch object       batches/ID.stop exists: it is to be cancelled
+                                                batches/ID.lock locked: a router runs it
 
 Objects are replaced as a whole, so a crash leaves the old one or the new one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -79,7 +81,8 @@ class BatchStore:
     # ---- batches ---------------------------------------------------------------------------------------------------
 
     def new_batch(self, source: Json, endpoint: str, window: str, seconds: int, metadata: Json | None) -> Json:
-        """A Batch object. Raises Exhausted when there are too many."""
+        """A Batch object, in place of the oldest that is over where there are too many. Raises Exhausted."""
+        self._forget_oldest()
         self._check_room(self._batches, "batches")
         now = int(time.time())
         moments = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -114,6 +117,16 @@ class BatchStore:
         """Raises OSError."""
         self._write(self._batches / f"{batch['id']}.json", batch)
 
+    def claim(self, batch_id: str) -> int | None:
+        """A descriptor that keeps other routers off this batch until it is closed; None: another one has it."""
+        descriptor = os.open(self._batches / f"{batch_id}.lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
     def ask_to_stop(self, batch_id: str) -> Json:
         """The batch, with `cancelling` as its status unless it is over. Raises NoSuchPath."""
         batch = self.batch(batch_id)
@@ -127,6 +140,13 @@ class BatchStore:
         return (self._batches / f"{batch_id}.stop").exists()
 
     # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def _forget_oldest(self) -> None:
+        known = self.batches()
+        over = [batch for batch in known if batch_over(batch)]
+        if len(known) >= self._most and over:
+            for path in self._batches.glob(f"{over[-1]['id']}.*"):
+                path.unlink(missing_ok=True)
 
     def _check_room(self, folder: Path, what: str) -> None:
         if sum(1 for _ in folder.glob("*.json")) >= self._most:

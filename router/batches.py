@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..proto.errors import BatonError, ConfigError, InternalError
+from ..proto.errors import BatonError, InternalError
 from ..text import batch_lines
 from ..text.batch_lines import BadLine, Call, Known
 from ..text.batch_output import BatchOutput
@@ -54,15 +55,20 @@ class Batches:
             self._wake.clear()
 
     async def _run_safely(self, batch: Json) -> None:
+        claim = await asyncio.to_thread(self.store.claim, batch["id"])
+        if claim is None:
+            return  # another router runs it
         try:
-            await _Run(self._door, self.store, batch, self._parallelism, self._rng).run()
-        except ConfigError as error:  # another router has it, or its files were tampered with
-            _log.info("%s: %s", batch["id"], error)
+            batch = await asyncio.to_thread(self.store.batch, batch["id"])
+            if not batch_over(batch):
+                await _Run(self._door, self.store, batch, self._parallelism, self._rng).run()
         except Exception as error:
             _log.exception("%s cannot go on", batch["id"])
             _fail(batch, "internal", f"the batch cannot go on: {error}")
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.store.save, batch)
+        finally:
+            os.close(claim)
 
 
 class _Run:
@@ -76,6 +82,7 @@ class _Run:
         self._rng = rng
         self._saved_at = 0.0
         self._stopped = False
+        self._reading = asyncio.Lock()
 
     async def run(self) -> None:
         batch, store = self._batch, self._store
@@ -97,7 +104,7 @@ class _Run:
     async def _begin(self, source: Path) -> bool:
         """Looks at every line; False: the batch failed."""
         batch = self._batch
-        total, problem = await asyncio.to_thread(_look, source, batch["endpoint"])
+        total, problem = await asyncio.to_thread(_look, source, batch["endpoint"], self._door.params.limits.body_bytes)
         if problem:
             _fail(batch, "invalid_input", problem)
         else:
@@ -110,7 +117,7 @@ class _Run:
         return not problem
 
     def _open(self) -> tuple[BatchOutput, BatchOutput]:
-        """Raises ConfigError where another router writes them."""
+        """What the lines go to. Raises ConfigError for a file that is no output of ours."""
         done = BatchOutput.open(self._store.data_path(self._batch["output_file_id"]), False)
         try:
             return done, BatchOutput.open(self._store.data_path(self._batch["error_file_id"]), False)
@@ -127,14 +134,15 @@ class _Run:
         seen: set[str] = set()
         with source.open("rb") as file:
             for number, raw in batch_lines.numbered(file):
-                line = _line(number, raw, seen)
+                line = _line(number, raw, seen, self._door.params.limits.body_bytes)
                 if not any(output.has(line) for output in known):
                     yield line
 
     async def _work(self, lines: Iterator[Call | BadLine], done: BatchOutput, failed: BatchOutput) -> None:
         batch = self._batch
         while not await self._over():
-            line = next(lines, None)
+            async with self._reading:
+                line = await asyncio.to_thread(next, lines, None)
             if line is None:
                 return
             answer = batch_lines.bad(line) if isinstance(line, BadLine) else await self._one(line)
@@ -201,13 +209,13 @@ def _fail(batch: Json, code: str, message: str) -> None:
     batch["errors"] = {"object": "list", "data": [error]}
 
 
-def _look(source: Path, endpoint: str) -> tuple[int, str]:
+def _look(source: Path, endpoint: str, limit: int) -> tuple[int, str]:
     """(lines, what is wrong with the file as a whole)."""
     total = 0
     with source.open("rb") as file:
         for number, raw in batch_lines.numbered(file):
             total += 1
-            line = _line(number, raw, set())
+            line = _line(number, raw, set(), limit)
             if isinstance(line, Call) and line.url != endpoint:
                 return total, f"line {number}: url: must be the batch's endpoint, {endpoint}"
             if total > MAX_LINES:
@@ -215,7 +223,10 @@ def _look(source: Path, endpoint: str) -> tuple[int, str]:
     return total, "" if total else "the file holds no request"
 
 
-def _line(number: int, raw: bytes, seen: set[str]) -> Call | BadLine:
+def _line(number: int, raw: bytes, seen: set[str], limit: int) -> Call | BadLine:
+    """limit: bytes of one line, as of one HTTP body."""
+    if len(raw) > limit:
+        return BadLine(number, None, f"the line has more than {limit} bytes")
     try:
         call = batch_lines.read_call(number, raw)
     except BadLine as bad:
