@@ -56,8 +56,8 @@ class Speculator:
         extended = list(steps)
         for index, tokens in zip(counts, self._proposer.propose(wanted) if wanted else (), strict=True):
             step = steps[index]
-            tokens = self._allowed(step, tokens)
-            extended[index] = replace(step, tokens=[*step.tokens, *tokens], proposed=len(tokens))
+            kept = self._allowed(step, tokens)
+            extended[index] = replace(step, tokens=[*step.tokens, *kept], proposed=len(kept))
         return extended
 
     def observe(self, steps: Sequence[SequenceStep], drawn: Sequence[Sequence[SampledToken]]) -> None:

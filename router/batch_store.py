@@ -52,7 +52,7 @@ class BatchStore:
             "status": "processed",
             "status_details": None,
         }
-        self.data_path(described["id"]).touch()
+        self.data_path(str(described["id"])).touch()
         self._write(self._files / f"{described['id']}.json", described)
         return described
 

@@ -72,6 +72,7 @@ class AnswerBuilder:
     def add(self, prompt: int, output: Output) -> None:
         """Takes in a part of the answer."""
         choice, _ = self._choice(prompt, output)
+        parts: Sequence[Part]
         if isinstance(output, ChoiceEnd):
             parts = choice.parser.flush() if choice.parser else []
             self._ended(choice, output)

@@ -81,7 +81,8 @@ def _structured(given: Any) -> list[Constraint]:
 
 def _constraint(kind: Kind, value: Any, field: str) -> Constraint:
     types, what = _VALUES[kind]
-    if not isinstance(value, types) or (kind == "choice" and not all(isinstance(one, str) for one in value)):
+    texts = value if isinstance(value, list) else []
+    if not isinstance(value, types) or not all(isinstance(one, str) for one in texts):
         raise _refuse(field, f"must be {what}")
     return Constraint(kind, value, field)
 

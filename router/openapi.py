@@ -29,7 +29,7 @@ def document() -> Json:
 
 
 def _paths() -> Json:
-    generated = {"application/json": {}, "text/event-stream": {}}
+    generated: Json = {"application/json": {}, "text/event-stream": {}}
     form = {"type": "object", "required": ["file", "purpose"], "properties": {
         "file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}}  # fmt: skip
     return {

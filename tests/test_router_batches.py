@@ -19,8 +19,8 @@ def line(number: int, **body: Any) -> dict[str, Any]:
     return {"custom_id": f"q{number}", "method": "POST", "url": CHAT, "body": {"messages": messages, **body}}
 
 
-def params(folder: Path, **changes: int) -> BatchParams:
-    return BatchParams(**{"folder": str(folder), "files": 8, "file_bytes": 1 << 16, "parallelism": 3, **changes})
+def params(folder: Path, files: int = 8, parallelism: int = 3) -> BatchParams:
+    return BatchParams(folder=str(folder), files=files, file_bytes=1 << 16, parallelism=parallelism)
 
 
 async def upload(http: httpx.AsyncClient, lines: list[Any]) -> str:
