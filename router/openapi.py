@@ -11,6 +11,17 @@ from .. import __version__
 from .openai_neutral import NEUTRAL
 from .openai_schema import ChatRequest, CompletionRequest
 from .openai_text import DetokenizeRequest, TokenizeRequest
+from .validate import (
+    MAX_BIAS,
+    MAX_INT32,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_STREAM_INTERVAL,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+)
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/"
@@ -102,8 +113,66 @@ def _schemas() -> Json:
         schemas[kind.__name__] = schema
     for kind in (CompletionRequest, ChatRequest):
         neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL.items()}
-        schemas[kind.__name__]["properties"] |= neutral
+        schemas[kind.__name__]["properties"] |= neutral | _refined()
+    schemas["ChatRequest"]["properties"]["messages"] = _messages()
+    schemas["CompletionRequest"]["properties"] |= {"prompt": _prompt(), "logprobs": _optional("integer", 0, 5)}
     return schemas
+
+
+def _optional(kind: str, low: float, high: float) -> Json:
+    return {"anyOf": [{"type": kind, "minimum": low, "maximum": high}, {"type": "null"}]}
+
+
+def _refined() -> Json:
+    """The ranges of the fields that both endpoints have; those that depend on the model or the configuration aside."""
+    penalty = _optional("number", -MAX_PENALTY, MAX_PENALTY)
+    text = {"type": "string", "minLength": 1, "maxLength": 64}
+    return {
+        "temperature": _optional("number", 0, MAX_TEMPERATURE),
+        "top_p": {"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, {"type": "null"}]},
+        "top_k": _optional("integer", -1, MAX_INT32),
+        "min_p": _optional("number", 0, 1),
+        "presence_penalty": penalty,
+        "frequency_penalty": penalty,
+        "repetition_penalty": _optional("number", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        "seed": _optional("integer", -(1 << 63), MAX_SEED),
+        "n": _optional("integer", 1, 16),
+        "max_tokens": _optional("integer", 1, MAX_INT32),
+        "priority": _optional("integer", -MAX_PRIORITY, MAX_PRIORITY),
+        "stream_interval": _optional("integer", 1, MAX_STREAM_INTERVAL),
+        "stop": {"anyOf": [text, {"type": "array", "items": text, "maxItems": 4}, {"type": "null"}]},
+        "logit_bias": {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                    "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+                },
+                {"type": "null"},
+            ]
+        },
+        "response_format": {
+            "anyOf": [
+                {"type": "null"},
+                {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+                {
+                    "type": "object",
+                    "required": ["type", "json_schema"],
+                    "properties": {"type": {"const": "json_schema"}, "json_schema": {"type": "object"}},
+                },
+            ]
+        },
+    }
+
+
+def _messages() -> Json:
+    fields = {"role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}}
+    return {"type": "array", "minItems": 1, "items": {"type": "object", "required": list(fields), "properties": fields}}
+
+
+def _prompt() -> Json:
+    text, ids = {"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+    return {"anyOf": [text, ids, *({"type": "array", "items": one, "minItems": 1} for one in (text, ids))]}
 
 
 def _error() -> Json:
