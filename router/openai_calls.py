@@ -113,7 +113,7 @@ class Running:
                 if wanted.echo and text is None:
                     text = await self._door.text.decode(answer.prompt_ids, skip_special=False)
                 scored = wanted.prompt_logprobs or (wanted.echo and wanted.logprobs)
-                scores = await answer.awaited_prompt_scores() if scored else None
+                scores = await answer.prompt_scores() if scored else None
                 builder.echoes[prompt] = Echo(text or "", answer.prompt_ids, scores)
             yield prompt, outputs
 

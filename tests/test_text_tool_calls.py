@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from baton.proto.errors import InvalidRequest
@@ -12,7 +13,7 @@ from baton.text.grammar import Vocabulary
 from baton.text.tokenizer import Tokenizer
 from baton.text.tool_calls import HERMES, JSON, CallBegin, ToolCallParser, ToolStyle, call_grammar, style_of
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"],
      "additionalProperties": False, "$defs": {"x": {"enum": [1, 2]}}}},
     {"name": "g"},
