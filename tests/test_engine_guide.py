@@ -90,6 +90,9 @@ class Wild:
     def propose(self, wanted: list[Wanted]) -> list[list[int]]:
         return [[*w.draw.generated[-1:], 300, 5][: w.count] for w in wanted]
 
+    def unread(self, name: object, prompt: int) -> int:
+        return 0
+
     def keep(self, names: object) -> None:
         pass
 
