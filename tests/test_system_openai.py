@@ -252,3 +252,20 @@ def test_prompt_logprobs_as_vllm_shows_them(rig: Rig) -> None:
     assert len(entries) == answer["usage"]["prompt_tokens"]
     assert all(2 <= len(entry) <= 3 for entry in entries[1:])
     assert set(next(iter(entries[1].values()))) == {"logprob", "decoded_token"}
+
+
+def test_prompts_that_decode_computes_itself(
+    model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same without a prefill worker's part: scores of the prompt, and token 1 under a grammar."""
+    changes = {"pools.decode.memory": 128 * 2048, "router.placement.disaggregation": "never"}
+    prompt = [(11 * i * i) % 256 for i in range(100)]
+    truth = reference.logprobs(prompt)
+    with running(tmp_path_factory.mktemp("alone"), merged(tiny_config(model), changes)) as rig:
+        for _ in range(2):
+            answer = post(rig, TEXT, prompt=prompt, echo=True, logprobs=0, max_tokens=2)
+            scores = answer["choices"][0]["logprobs"]["token_logprobs"][1:100]
+            expected = [float(truth[at - 1][prompt[at]]) for at in range(1, 100)]
+            assert scores == pytest.approx(expected, abs=1e-4)
+        guided = post(rig, TEXT, prompt=prompt, guided_choice=["left", "right"], n=2, seed=4)
+        assert {choice["text"] for choice in guided["choices"]} <= {"left", "right"}
