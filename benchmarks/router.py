@@ -73,7 +73,7 @@ async def child(first: dict[str, Any] | None, core: int, *command: str, **pipes:
         preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )
     try:
-        if first is not None:
+        if first is not None and process.stdin is not None:
             process.stdin.write(json.dumps(first).encode() + b"\n")
             await process.stdin.drain()
         yield process
@@ -175,8 +175,9 @@ def show(name: str, figures: dict[str, Any]) -> str:
     text = (
         f"{name:22} {tokens / used:8,.0f} tokens per router-CPU-second ({1e6 * used / max(tokens, 1):5.1f} us each); "
         f"{tokens / figures['took_s']:6,.0f} tokens/s, {tokens / max(figures['messages'], 1):4.2f} a message, "
-        f"{figures['requests'] / figures['took_s']:5.1f} requests/s, {figures['concurrent']} streams; added ms p50/p99: "
-        f"TTFT {1e3 * ttft['p50']:.1f}/{1e3 * ttft['p99']:.1f}, token {1e3 * delay['p50']:.1f}/{1e3 * delay['p99']:.1f}"
+        f"{figures['requests'] / figures['took_s']:5.1f} requests/s, {figures['concurrent']} streams; added ms "
+        f"p50/p99: TTFT {1e3 * ttft['p50']:.1f}/{1e3 * ttft['p99']:.1f}, "
+        f"token {1e3 * delay['p50']:.1f}/{1e3 * delay['p99']:.1f}"
     )
     return text + (f"; ERRORS {figures['errors']}" if figures["errors"][0] else "")
 

@@ -217,6 +217,19 @@ def status(
     raise typer.Exit(show_story(address, request, json_) if request else show_status(address, json_))
 
 
+@app.command(epilog="Example: baton keys alice --file tenants.yaml")
+def keys(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="who the key is for")],
+    file: Annotated[Path, typer.Option("--file", metavar="FILE", help="what router.tenants names")] = Path(
+        "tenants.yaml"
+    ),
+) -> None:
+    """Make an API key: it is printed once, and its hash is added to the file of tenants."""
+    from .tenants import make_key
+
+    say(make_key(tenant, file))
+
+
 @app.command(epilog="Example: baton drain decode-1")
 def drain(worker: Annotated[str, typer.Argument(metavar="WORKER")], address: AdminOption = DEFAULT_ADMIN) -> None:
     """Let a worker finish its requests, then stop it; its pool gets smaller."""

@@ -55,6 +55,7 @@ class ClusterSection(Section):
     drain_timeout: Duration = 600.0  # a draining worker may finish its requests for so long
     restart_delay: Duration = 0.5  # after a worker's death; doubles with each one that follows soon
     restart_delay_max: Duration = 30.0
+    logs: Literal["text", "json"] = "text"  # of `serve`, on stderr; json: everything, one object a line
 
 
 class PoolSection(Section):
@@ -200,6 +201,14 @@ class BatchesSection(Section):
     parallelism: Count = 32  # requests of a batch at the same time
 
 
+class FrontTLSSection(Section):
+    """PEM files of the two front doors; relative to the configuration's folder."""
+
+    certificate: Text
+    key: Text
+    client_ca: Text | None = None  # clients must show a certificate of this authority; None: they show none
+
+
 class RouterSection(Section):
     """The front door. Port 0 takes a free port."""
 
@@ -208,10 +217,14 @@ class RouterSection(Section):
     admin: Address = "127.0.0.1:50052"
     grpc_options: GrpcSection = GrpcSection()
     placement: PlacementSection = PlacementSection()
+    processes: Annotated[int, Field(ge=1, le=64)] = 1  # routers that share the ports of grpc and http
     attempts: Count = 3  # placements of one leg that may fail, the first included
     max_inflight: Count = 1024  # requests
     stream_interval: Annotated[int, Field(ge=1, le=1024)] = 1  # tokens of a choice in one message to the client, its
     # first one aside, where the request does not say; more costs the router less
+    tenants: Text | None = None  # a file of tenants and the hashes of their API keys (`baton keys`); None: no keys
+    tls: FrontTLSSection | None = None  # None: plain HTTP and gRPC
+    traces: Text | None = None  # OTLP endpoint (gRPC) for spans, http://host:4317; None: no spans
     limits: LimitsSection = LimitsSection()
     batches: BatchesSection = BatchesSection()
 
@@ -230,6 +243,7 @@ class ClocksSection(Section):
     link_idle: Duration = 60.0  # an unused link is closed
     request: Duration = 600.0
     lame_duck: Duration = 0.0  # a router that stops says for so long that it is not ready, and serves still
+    stall: Duration = 30.0  # a router whose requests have not gone on for so long says that it is not ready
 
 
 class Percentiles(Section):

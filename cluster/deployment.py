@@ -65,7 +65,8 @@ class Deployment:
             settings, launcher, self._specs.worker, spec.wanted_workers(config), on_report
         )
         self._control = ControlService(config.router.admin, self.controller, name, self.endpoints)
-        self._router: Child | None = None
+        self._routers: dict[int, Child] = {}
+        self._stopping = False
         self._router_task: asyncio.Task[None] | None = None
         self._router_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -74,7 +75,7 @@ class Deployment:
         admin = await self._control.start()
         self.endpoints["admin"] = admin
         self._specs.membership_address = admin
-        self._router_task = asyncio.create_task(self._keep_router(admin))
+        self._router_task = asyncio.create_task(self._keep_routers(admin))
         await asyncio.sleep(0)  # let it spawn: the launcher may block this loop for seconds
         await self._launcher.open()
         workers = asyncio.create_task(self.controller.open())
@@ -94,9 +95,9 @@ class Deployment:
 
     async def close(self) -> None:
         """Stop the router, which lets live streams finish for a while, then the workers, then the launcher."""
-        router, self._router = self._router, None
-        if router is not None:
-            await router.stop(self._config.cluster.stop_grace)
+        self._stopping = True
+        grace_s = self._config.cluster.stop_grace
+        await asyncio.gather(*(router.stop(grace_s) for router in self._routers.values()))
         if self._router_task is not None:
             self._router_task.cancel()
             await asyncio.gather(self._router_task, return_exceptions=True)
@@ -113,14 +114,28 @@ class Deployment:
         tokens = sum(welcome.total_blocks * welcome.block_size for welcome in welcomes if welcome is not None)
         return tokens, sum(welcome.max_sequences for welcome in welcomes if welcome is not None)
 
-    async def _keep_router(self, admin: str) -> None:
-        """Run the router, and again when it dies; before it was ready its end is a failure to start."""
+    async def _keep_routers(self, admin: str) -> None:
+        """All processes; the first one finds the ports that the others share."""
+        first = asyncio.create_task(self._keep_router(admin, 0))
+        try:
+            await asyncio.wait([first, self._router_ready], return_when=asyncio.FIRST_COMPLETED)
+            if self._router_ready.done() and not self._router_ready.exception():
+                more = range(1, self._config.router.processes)
+                await asyncio.gather(first, *(self._keep_router(admin, number) for number in more))
+            await first
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+    async def _keep_router(self, admin: str, number: int) -> None:
+        """Run a router, and again when it dies; before any was ready its end is a failure to start."""
         params = spec.router_params(self._config, self._name, admin)
+        name = f"router-{number}" if number else "router"
         failures = 0
 
         def on_report(kind: str, fields: dict[str, Any]) -> None:
-            if kind != "log" or self._router is not None:  # while it stops it only mourns its workers
-                self._on_report("router", kind, fields)
+            if kind != "log" or not self._stopping:  # while it stops it only mourns its workers
+                self._on_report(name, kind, fields)
             if kind == "ready":
                 self.endpoints.update({"grpc": fields["grpc"], "http": fields["http"]})
                 if not self._router_ready.done():
@@ -130,17 +145,20 @@ class Deployment:
             if self._router_ready.done():  # clients know these ports
                 grpc, http = self.endpoints["grpc"], self.endpoints["http"]
                 params = replace(params, grpc_address=grpc, http_address=http)
-            router = self._router = await Child.spawn(_ROUTER_COMMAND, spec.router_to_json(params), on_report)
+            router = await Child.spawn(_ROUTER_COMMAND, spec.router_to_json(params), on_report)
+            self._routers[number] = router
             reason = await router.wait()
-            if self._router is not router:
+            if self._stopping:
                 return
             if not self._router_ready.done():
                 text = _with_hint(reason, params) if reason else "router: ended by itself"
                 self._router_ready.set_exception(ConfigError(text) if router.config_error else StartFailed(text))
                 return
             failures += 1
-            _log.warning("router: %s; restarting", reason or "ended by itself")
+            _log.warning("%s: %s; restarting", name, reason or "ended by itself")
             await asyncio.sleep(spec.backoff(self._config).delay(failures))
+            if self._stopping:
+                return
 
 
 def _with_hint(reason: str, params: RouterParams) -> str:

@@ -34,7 +34,7 @@ def check_model(config: Config) -> ModelFacts:
     wrong = config_checks.model_mistakes(config, heads)
     if wrong:
         raise ConfigError("\n".join(f"{key}: {text}" for key, text in wrong.items()))
-    warnings = tuple(config_checks.model_warnings(config, kv_heads))
+    warnings = (*config_checks.exposed(config), *config_checks.model_warnings(config, kv_heads))
     return ModelFacts(source, config.model.name or source.name, heads, kv_heads, warnings)
 
 

@@ -15,7 +15,7 @@ from .progress import StartProgress
 
 async def serve(config: Config, facts: ModelFacts, verbose: bool) -> int:
     """Start the cluster, print the ready line, and wait to be cancelled: then this is a success."""
-    progress = StartProgress(verbose)
+    progress = StartProgress(verbose, config.cluster.logs == "json")
     with progress:
         async with running(config, facts.name, progress.report) as deployment:
             progress.stop()

@@ -17,8 +17,9 @@ from ..decode_worker.params import DecodeParams
 from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
-from ..router.params import BatchParams, GrpcParams, RequestLimits, RouterParams
+from ..router.params import BatchParams, FrontTLS, GrpcParams, RequestLimits, RouterParams
 from ..vllm_engine.params import VllmParams
+from . import tenants
 from .config import Config, Percentiles, PoolSection
 from .processes import available_cores, threads_per_rank
 from .reconcile import POOLS, Backoff
@@ -254,6 +255,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         grpc_address=router.grpc,
         grpc=grpc_params(config),
         http_address=router.http,
+        share_ports=router.processes > 1,
         membership_address=membership_address,
         prefill_placement=router.placement.prefill,
         decode_placement=router.placement.decode,
@@ -264,10 +266,14 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         heartbeat_s=config.clocks.heartbeat,
         dead_after_s=config.clocks.dead_after,
         request_deadline_s=config.clocks.request,
+        stall_s=config.clocks.stall,
         attempts=router.attempts,
         max_inflight=router.max_inflight,
         lame_duck_s=config.clocks.lame_duck,
         stream_interval=router.stream_interval,
+        tenants=tenants.read(config.folder / Path(router.tenants).expanduser()) if router.tenants else (),
+        tls=_front_tls(config),
+        traces=router.traces or "",
         stop_grace_s=config.cluster.stop_grace / 2,
         limits=RequestLimits(
             n=limits.n,
@@ -307,6 +313,14 @@ def grpc_params(config: Config) -> GrpcParams:
         channelz=options.channelz,
         open_inference=options.open_inference,
     )
+
+
+def _front_tls(config: Config) -> FrontTLS | None:
+    files = config.router.tls
+    if files is None:
+        return None
+    paths = [files.certificate, files.key, files.client_ca]
+    return FrontTLS(*(str(config.folder / Path(path).expanduser()) if path else "" for path in paths))
 
 
 def tightest(limits: Percentiles) -> float | None:

@@ -22,10 +22,11 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def public_options(params: GrpcParams, message_bytes: int) -> list[tuple[str, int]]:
-    """For the port that clients connect to; message_bytes: the largest message that is taken."""
+def public_options(params: GrpcParams, message_bytes: int, *, shared: bool = False) -> list[tuple[str, int]]:
+    """For the port that clients connect to; message_bytes: the largest message that is taken; shared: with other
+    routers."""
     options = [
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shared)),
         ("grpc.keepalive_time_ms", _ms(params.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _ms(params.keepalive_timeout_s)),
         ("grpc.http2.ping_timeout_ms", _ms(params.keepalive_timeout_s)),
@@ -45,10 +46,11 @@ def _ms(seconds: float) -> int:
     return max(1, round(1000 * seconds))
 
 
-def server_options(message_bytes: int) -> list[tuple[str, int]]:
-    """For a server that our clients ping once a second; a taken port is an error instead of a silent share."""
+def server_options(message_bytes: int, *, shared: bool = False) -> list[tuple[str, int]]:
+    """For a server that our clients ping once a second; a taken port is an error instead of a silent share, unless
+    `shared` says otherwise."""
     return [
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shared)),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_receive_message_length", message_bytes),

@@ -31,6 +31,9 @@ from .placement.disaggregation import NEVER
 from .placer import Placer
 from .requests import ChoiceEnd, Prepared
 from .sessions import Member, SessionPool
+from .stall import Stall
+from .tenants import Tenants
+from .tracing import Tracer
 from .validate import ModelFacts
 from .worker_events import translate
 
@@ -40,12 +43,16 @@ _log = logging.getLogger(__name__)
 class Core:
     """Create it inside the event loop."""
 
-    def __init__(self, params: RouterParams, tokenizer: Tokenizer, rng: random.Random) -> None:
+    def __init__(self, params: RouterParams, tokenizer: Tokenizer, rng: random.Random, tenants: Tenants) -> None:
         self._params = params
         self._tokenizer = tokenizer
         self._facts: ModelFacts | None = None
         self._leaving = False
         self._stopping = False
+        self.tenants = tenants
+        self.tracer = Tracer(params.traces, params.router_id) if params.traces else None
+        self._stall = Stall(params.stall_s, time.monotonic())
+        self._heard = 0  # events of workers
         self._drained = DrainRate(time.monotonic())
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,6 +82,10 @@ class Core:
         missing = [role for role, there in (("prefill", prefill or alone), ("decode", decode)) if not there]
         if missing:
             return f"no {' and no '.join(missing)} worker is ready"
+        steps = sum(session.load.steps for session in self.sessions.up())
+        still_s = self._stall.seconds((self._heard, steps), len(self.lives), time.monotonic())
+        if still_s:
+            return f"{len(self.lives)} requests are in flight, and no worker has gone on for {still_s:.0f} s"
         if not alone and not {model_of(session) for session in prefill} & {model_of(session) for session in decode}:
             return "no prefill and decode worker serve the same model"
         return ""
@@ -88,6 +99,7 @@ class Core:
             surplus = len(self.lives) + 1 - self._params.max_inflight
             hint_s = self._drained.hint_s(surplus, now)
             raise Exhausted(f"{len(self.lives)} requests are in flight", retry_after_s=hint_s)
+        self.tenants.charge(request.tenant, _cost(request), now)
         live = Live(f"req-{uuid.uuid4().hex}", request, now, self._params.attempts, self._tokenizer)
         self._idle.clear()
         self.metrics.accepted.inc()
@@ -163,6 +175,7 @@ class Core:
             if live is not None:
                 live.scored(event.prompt_scores)
         now, clock = time.monotonic(), self._clock(peer)
+        self._heard += 1
         if event.HasField("tokens"):
             event = self._go_on(peer, event, now)
         for request_id, life_event in translate(peer, event):
@@ -284,6 +297,8 @@ class Core:
             self.emitted(live, ())
         record, now = live.record, time.monotonic()
         self._drained.ended(now)
+        unused = live.request.sampling.max_tokens * live.request.sampling.n - live.output.completion_tokens
+        self.tenants.give_back(live.request.tenant, unused, now)
         if error is None:
             self.metrics.completion(record, live.output.completion_tokens, live.output.longest, now)
         elif isinstance(error, Cancelled):
@@ -294,6 +309,8 @@ class Core:
             self._unscored[live.request_id] = live
             asyncio.get_running_loop().call_later(SCORES_S, self._unscored.pop, live.request_id, None)
         live.mailbox.close(error)
+        if self.tracer is not None:
+            self.tracer.ended(live, now, error)
         _log.info(
             "%s %s after %.3f s: %d tokens, P %s, D %s, %d KV bytes%s",
             live.request_id,
@@ -316,3 +333,8 @@ def _computed_here(live: Live, ref: pb.LegRef) -> bool:
     """Whether the leg's decode worker computes its prompt."""
     leg = live.life.legs.get(ref.attempt)
     return leg is not None and leg.prefill is None
+
+
+def _cost(request: Prepared) -> int:
+    """Tokens that a request may come to, for its tenant's rate."""
+    return len(request.prompt_ids) + request.sampling.max_tokens * request.sampling.n

@@ -186,7 +186,10 @@ class Dispatcher:
             return
         leg = LegId(live.request_id, action.leg)
         self._at_gate[leg] = (action.peer, time.monotonic())
-        self._open(gate.enter(leg, action.tokens, priority=live.request.priority, tenant=live.request.cache_salt))
+        request = live.request
+        tenant = request.tenant or request.cache_salt
+        opened = gate.enter(leg, action.tokens, priority=request.priority, tenant=tenant, weight=request.weight)
+        self._open(opened)
 
     def prefill_over(self, live: Live, leg: LegKey) -> None:
         """The leg occupies its prefill worker's compute no more."""

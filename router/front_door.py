@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 
-from ..proto.errors import BatonError
+from ..proto.errors import BatonError, DeadlineExceeded
+from . import tenants
 from .core import Core
 from .life_messages import Peer
 from .live import Answer
@@ -75,12 +77,17 @@ class FrontDoor:
         return await self.text.render(request.messages or (), request.tools)
 
     async def _prepare(self, request: ClientRequest, prefer: Peer | None) -> Prepared:
-        limits, facts = self.params.limits, self.core.facts()
+        begun, limits, facts = time.monotonic(), self.params.limits, self.core.facts()
         check_size(request, limits, facts.context)
         check_parameters(request, limits)
         wanted = request.constraint
         grammar = await self.text.compile(wanted, limits.grammar_bytes) if wanted else ""
         ids = await self._ids(request)
+        deadline_s = self.params.request_deadline_s
+        if request.deadline_s is not None:
+            deadline_s = min(deadline_s, request.deadline_s - (time.monotonic() - begun))
+            if deadline_s <= 0:
+                raise DeadlineExceeded(f"the deadline of {request.deadline_s:.3g} s passed before the request began")
         seed = self._rng.getrandbits(63)
         eos = self.text.tokenizer.eos_token_ids
         return prepare(
@@ -91,7 +98,8 @@ class FrontDoor:
             eos,
             grammar=grammar,
             seed=seed,
-            deadline_s=self.params.request_deadline_s,
+            deadline_s=deadline_s,
             stream_interval=self.params.stream_interval,
+            tenant=tenants.current.get(),
             prefer=prefer,
         )

@@ -5,9 +5,10 @@ longer than it, hold at most `lookahead x max_batch_tokens` tokens; and in any c
 everything let through. This mirrors the worker's own order (half of a step for the oldest prompt, half for the
 shortest): a short prompt does not wait here for a long one to end, and a long one is not overtaken for ever.
 
-Whose turn is first: the lower `priority`; among equals, tenants share the worker's tokens evenly, however many prompts
-one of them has waiting (start-time fair queueing, Goyal, Vin, Cheng, 1996: a prompt begins, in virtual time, when its
-tenant's last one ends or now, and ends its tokens later); of one tenant, the order of arrival.
+Whose turn is first: the lower `priority`; among equals, tenants share the worker's tokens by their weights, however
+many prompts one of them has waiting (start-time fair queueing, Goyal, Vin, Cheng, 1996: a prompt begins, in virtual
+time, when its tenant's last one ends or now, and ends its tokens, divided by the tenant's weight, later); of one
+tenant, the order of arrival.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .outstanding import LegId
 
 class _Turn(NamedTuple):
     priority: int
-    start: int  # virtual: tokens
+    start: float  # virtual: tokens of a tenant of weight 1
     arrival: int
 
 
@@ -35,16 +36,16 @@ class LookaheadGate:
     def __init__(self, limit_tokens: int) -> None:
         self._limit = limit_tokens
         self._arrivals = 0
-        self._now = 0  # virtual time: the latest start of a leg that was let through
-        self._ends: dict[str, int] = {}  # virtual, of each tenant's last leg; only those to come
+        self._now = 0.0  # virtual time: the latest start of a leg that was let through
+        self._ends: dict[str, float] = {}  # virtual, of each tenant's last leg; only those to come
         self._waiting: dict[LegId, _Entry] = {}
         self._through: dict[LegId, _Entry] = {}
 
-    def enter(self, leg: LegId, tokens: int, *, priority: int, tenant: str) -> list[LegId]:
-        """Adds a leg; returns those that are let through now."""
+    def enter(self, leg: LegId, tokens: int, *, priority: int, tenant: str, weight: float = 1.0) -> list[LegId]:
+        """Adds a leg; returns those that are let through now. weight: the tenant's share, relative to others'."""
         self._arrivals += 1
         start = self._ends.get(tenant, self._now)
-        self._ends[tenant] = start + tokens
+        self._ends[tenant] = start + tokens / weight
         self._waiting[leg] = _Entry(_Turn(priority, start, self._arrivals), tokens)
         return self._open()
 

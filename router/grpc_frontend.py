@@ -16,10 +16,13 @@ from .channels import public_options
 from .core import Core
 from .errors import AddressTaken
 from .front_door import FrontDoor
+from .front_tls import grpc_credentials
+from .grpc_auth import Authenticated
 from .grpc_guard import Guard
 from .grpc_service import BatonService
 from .open_inference import OpenInference
-from .params import GrpcParams
+from .params import GrpcParams, RouterParams
+from .tenants import Tenants
 
 _SERVICE = "baton.v1.Baton"
 _HEALTH = "grpc.health.v1.Health"
@@ -40,16 +43,22 @@ class GrpcFrontend:
         self._services = [_SERVICE]  # beside the standard ones
 
     @staticmethod
-    async def bind(address: str, params: GrpcParams, message_bytes: int) -> GrpcFrontend:
-        """Takes the port. message_bytes: the largest message that is taken. Raises AddressTaken."""
+    async def bind(params: RouterParams, tenants: Tenants) -> GrpcFrontend:
+        """Takes the port. Raises AddressTaken, and ConfigError for files of TLS that cannot be used."""
+        address, tls = params.grpc_address, params.tls
+        credentials = grpc_credentials(tls) if tls is not None else None
         guard = Guard(frozenset((_SERVICE, open_inference.SERVICE)))
-        server = grpc.aio.server(interceptors=(guard,), options=public_options(params, message_bytes))
+        options = public_options(params.grpc, params.limits.body_bytes, shared=params.share_ports)
+        server = grpc.aio.server(interceptors=(Authenticated(tenants), guard), options=options)
         try:
-            port = server.add_insecure_port(address)
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             await server.stop(None)
             raise AddressTaken(f"router.grpc: cannot listen on {address}: {error}") from error
-        return GrpcFrontend(server, f"{address.rsplit(':', 1)[0]}:{port}", params)
+        return GrpcFrontend(server, f"{address.rsplit(':', 1)[0]}:{port}", params.grpc)
 
     async def start(self, door: FrontDoor) -> None:
         """Begins to serve."""

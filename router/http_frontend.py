@@ -12,13 +12,15 @@ import uvicorn
 from .batches import Batches
 from .errors import AddressTaken
 from .front_door import FrontDoor
+from .front_tls import uvicorn_options
+from .http_auth import Authenticated
 from .http_routes import application
 
 _STOP_S = 2  # for responses that are being written when the server stops
 
 
-def bind(address: str) -> socket.socket:
-    """A listening socket. Raises AddressTaken, naming the address."""
+def bind(address: str, shared: bool) -> socket.socket:
+    """A listening socket; shared: others may listen there too. Raises AddressTaken, naming the address."""
     host, _, port = address.rpartition(":")
     try:
         family = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
@@ -27,6 +29,8 @@ def bind(address: str) -> socket.socket:
         raise AddressTaken(f"router.http: cannot listen on {address}: {error}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # on Linux: past TIME_WAIT, never a shared port
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(family[4])
         sock.listen(1024)
     except OSError as error:
@@ -38,16 +42,17 @@ def bind(address: str) -> socket.socket:
 class HttpFrontend:
     """Binds at once, serves while `serve` runs. Create it inside the event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, shared: bool) -> None:
         """Raises AddressTaken."""
-        self._socket = bind(address)
+        self._socket = bind(address, shared)
         self.address = f"{address.rsplit(':', 1)[0]}:{self._socket.getsockname()[1]}"
         self._server: _Server | None = None
 
     async def serve(self, door: FrontDoor, batches: Batches | None) -> None:
         """Serves until `stop`."""
         config = uvicorn.Config(
-            application(door, batches),
+            Authenticated(application(door, batches), door.core.tenants),
+            **uvicorn_options(door.params.tls),
             log_config=None,
             access_log=False,
             lifespan="off",

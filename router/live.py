@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, Cancelled, Unavailable
 from ..text.tokenizer import Tokenizer
+from . import tracing
 from .mailbox import Mailbox
 from .output import RequestOutput
 from .record import Record
@@ -31,6 +32,7 @@ class Live:
         self.fresh: list[pb.Token] = []  # taken from a worker, not yet made text
         self.together = 1 if request.stops else request.stream_interval  # so many are made text at a time
         self.sampling = sampling.to_wire()
+        self.traceparent = tracing.parent.get()
         self.deadline = now + request.deadline_s
         self.scores: dict[int, TokenScore] = {}  # of the prompt's tokens, by position
         self.all_scored = asyncio.Event()

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..proto.errors import ConfigError
-from . import membership
+from . import loop_lag, membership
 from .batch_store import BatchStore
 from .batches import Batches
 from .core import Core
@@ -19,6 +20,7 @@ from .front_door import FrontDoor
 from .grpc_frontend import GrpcFrontend
 from .http_frontend import HttpFrontend
 from .params import RouterParams
+from .tenants import Tenants
 from .text_service import TextService
 
 
@@ -29,19 +31,23 @@ async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None
     Raises AddressTaken before anything is loaded, ConfigError for a model whose tokenizer cannot be read.
     """
     async with contextlib.AsyncExitStack() as stack:
-        grpc_frontend = await GrpcFrontend.bind(params.grpc_address, params.grpc, params.limits.body_bytes)
+        tenants = Tenants(params.tenants, time.monotonic())
+        grpc_frontend = await GrpcFrontend.bind(params, tenants)
         stack.push_async_callback(grpc_frontend.stop)
-        http_frontend = HttpFrontend(params.http_address)
+        http_frontend = HttpFrontend(params.http_address, params.share_ports)
         stack.callback(http_frontend.stop)
         text = await asyncio.to_thread(TextService.load, params.model_path, params.max_inflight)
         stack.callback(text.close)
         rng = random.Random()
-        core = Core(params, text.tokenizer, rng)
+        core = Core(params, text.tokenizer, rng, tenants)
         stack.push_async_callback(core.sessions.close)
+        if core.tracer is not None:
+            stack.push_async_callback(asyncio.to_thread, core.tracer.close)
         door = FrontDoor(params, core, text, rng)
         await grpc_frontend.start(door)
         follow = membership.follow(params.membership_address, params.router_id, core.view_changed)
-        background = [asyncio.create_task(work) for work in (follow, grpc_frontend.follow_health(core))]
+        health, lag = grpc_frontend.follow_health(core), loop_lag.watch(core.metrics.loop_lag.observe)
+        background = [asyncio.create_task(work) for work in (follow, health, lag)]
         stack.push_async_callback(_cancel, background)
         batches = await asyncio.to_thread(_batches, params, door, rng)
         if batches is not None:

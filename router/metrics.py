@@ -132,6 +132,7 @@ class Metrics:
         self.alloc_wait = self._histogram("baton_kv_alloc_wait_seconds", "Wait for decode blocks", _SHORT)
         self.transfer_seconds = self._histogram("baton_kv_transfer_seconds", "First frame to last ack", _SHORT)
         self.transfer_bytes = self._histogram("baton_kv_transfer_bytes", "KV moved per transfer", _BYTES)
+        self.loop_lag = self._histogram("baton_event_loop_lag_seconds", "By how much the loop came late", _SHORT)
         self.registry.register(_LiveState(model, state))
 
     def first_token(self, ttft_s: float, queue_s: float, prefill_s: float) -> None:

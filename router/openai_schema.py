@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -74,6 +75,7 @@ class _Request(Named):
     priority: int | None = None
     return_token_ids: bool | None = None
     stream_interval: int | None = None
+    timeout: float | None = None  # seconds until the whole answer must be there
     max_completion_tokens: int | None = None
     prompt_logprobs: int | None = None
     response_format: Any = None
@@ -132,6 +134,7 @@ class _Request(Named):
             "priority": self.priority,
             "session": self.session_id or self.prompt_cache_key or self.user or "",
             "prompt_logprobs": self.prompt_logprobs,
+            "deadline_s": _timeout(self.timeout),
             # Whoever takes the answer whole is woken once.
             "stream_interval": MAX_STREAM_INTERVAL
             if self.stream_interval is None and not self.stream
@@ -259,6 +262,12 @@ def _bias(entries: Mapping[str, float]) -> dict[int, float]:
         if not key.isascii() or not key.isdigit() or len(key) > _MAX_ID_DIGITS:
             raise InvalidRequest(f"logit_bias: {key!r:.100} is no token id", field="logit_bias")
     return {int(key): value for key, value in entries.items()}
+
+
+def _timeout(given: float | None) -> float | None:
+    if given is not None and not 0 < given < math.inf:
+        raise InvalidRequest(f"timeout: must be a number of seconds above 0, got {given}", field="timeout")
+    return given
 
 
 def _seed(given: int | None) -> int | None:

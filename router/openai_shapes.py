@@ -14,7 +14,7 @@ Json = dict[str, Any]
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 Scores = Sequence[TokenScore | None]
 _ERROR_TYPES = dict.fromkeys((400, 405, 413), "invalid_request_error")
-_ERROR_TYPES |= {404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
+_ERROR_TYPES |= {404: "not_found_error", 401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 
 
 def error_body(error: BatonError) -> Json:

@@ -50,6 +50,26 @@ class BatchParams:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantParams:
+    """One tenant; see cluster/tenants.py."""
+
+    name: str
+    key_hashes: tuple[str, ...]  # hexadecimal SHA-256 of its API keys
+    weight: float  # its share of the prompts that wait, relative to others'
+    tokens_per_s: float | None  # None: no limit
+    burst_tokens: float | None  # None: those of one second
+
+
+@dataclass(frozen=True, slots=True)
+class FrontTLS:
+    """PEM files of both front doors. client_ca: whom clients' certificates must come from; "": clients show none."""
+
+    certificate: str
+    key: str
+    client_ca: str
+
+
+@dataclass(frozen=True, slots=True)
 class RouterParams:
     """One router process. Addresses are host:port; port 0 takes a free one and is reported."""
 
@@ -59,6 +79,7 @@ class RouterParams:
     grpc_address: str
     grpc: GrpcParams
     http_address: str
+    share_ports: bool  # with other routers on this machine (SO_REUSEPORT)
     membership_address: str  # of the controller's Membership service
     prefill_placement: str  # a name in placement.choose.PREFILL
     decode_placement: str  # in DECODE
@@ -69,10 +90,14 @@ class RouterParams:
     heartbeat_s: float
     dead_after_s: float
     request_deadline_s: float
+    stall_s: float  # requests in flight and no progress for so long: not ready
     attempts: int  # placements of one leg that may fail, the first included
     stream_interval: int  # tokens of a choice in one message to the client, where the request does not say
     max_inflight: int  # requests accepted at the same time
     lame_duck_s: float  # before it stops: not ready for balancers, but serving
+    tenants: tuple[TenantParams, ...]  # none: no key is asked for
+    tls: FrontTLS | None
+    traces: str  # of an OTLP collector (gRPC) that spans are sent to; "": no spans
     stop_grace_s: float  # how long live streams may go on after stop
     limits: RequestLimits
     batches: BatchParams

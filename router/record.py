@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..proto import worker_pb2 as pb
 from .requests import Chunk, Timing, Usage
+from .tracing import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,23 @@ class Record:
                     self.second_gap = now - before
         self.last_at = now
         return gaps
+
+    def phases(self) -> list[Phase]:
+        """The parts of the latest pass through the workers that are known, each within the request.
+
+        Durations are the workers' own; a phase ends when the router heard of its end.
+        """
+        found: list[Phase] = []
+        if self._drawn:
+            attempt, drawn = max(self._drawn.items())
+            begun = max(self.received, drawn.heard - self._prefill_s)
+            found += [Phase("queue", self.received, begun), Phase("prefill", begun, drawn.heard)]
+            committed = self._committed.get(attempt)
+            if committed is not None:
+                found.append(Phase("transfer", max(begun, committed.heard - self._transfer_s), committed.heard))
+        if self.first_at is not None and self.last_at > self.first_at:
+            found.append(Phase("decode", self.first_at, self.last_at))
+        return found
 
     @property
     def queue_s(self) -> float:

@@ -58,7 +58,9 @@ class Prepared:
     stops: tuple[str, ...]
     include_stop: bool
     label: str
-    cache_salt: str
+    cache_salt: str  # the tenant's, where there is one, and the request's own
+    tenant: str  # "": nobody in particular
+    weight: float  # of its tenant, among prompts that wait
     priority: int  # lower goes first
     session: str  # requests of one conversation or user, for placement; "": of none
     deadline_s: float

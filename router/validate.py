@@ -13,8 +13,9 @@ from ..proto.errors import InvalidRequest
 from ..proto.sampling import SamplingParams
 from ..text.chat_messages import texts_of
 from .life_messages import Peer
-from .params import RequestLimits
+from .params import RequestLimits, TenantParams
 from .requests import ClientRequest, Prepared
+from .tenants import salted
 
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
@@ -186,6 +187,7 @@ def prepare(
     seed: int,
     deadline_s: float,
     stream_interval: int,
+    tenant: TenantParams,
     prefer: Peer | None = None,
 ) -> Prepared:
     """The request with every parameter resolved.
@@ -234,7 +236,9 @@ def prepare(
         stops=stops,
         include_stop=request.include_stop,
         label=request.label,
-        cache_salt=request.cache_salt,
+        cache_salt=salted(tenant, request.cache_salt),
+        tenant=tenant.name,
+        weight=tenant.weight,
         session=request.session,
         priority=_integer("priority", request.priority, 0, -MAX_PRIORITY, MAX_PRIORITY),
         deadline_s=given,

@@ -10,11 +10,13 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 CASES = [f"LC-{number:02}" for number in range(1, 15)] + [f"KV-{number:02}" for number in range(1, 17)]
+CASES += [f"ST-{number:02}" for number in range(1, 11)] + [f"OB-{number:02}" for number in range(1, 6)]
+CASES += [f"SP-{number:02}" for number in range(1, 8)]
 
 
 def _table() -> dict[str, list[str]]:
     text = (TESTS.parent / "docs" / "testing.md").read_text()
-    rows = re.findall(r"^\| ((?:LC|KV)-\d\d) \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| ((?:LC|KV|ST|OB|SP)-\d\d) \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
     return {case: re.findall(r"`(\w+::\w+)`", tests) for case, tests in rows}
 
 

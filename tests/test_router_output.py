@@ -13,6 +13,7 @@ from baton.router.mailbox import Mailbox
 from baton.router.output import RequestOutput
 from baton.router.record import Record
 from baton.router.requests import ChoiceEnd, Chunk, ClientRequest, Output
+from baton.router.tenants import ANYBODY
 from baton.router.validate import ModelFacts, prepare
 from baton.tests.harness.router_rig import CONTEXT, EOS_ID, LIMITS, VOCAB, write_model
 from baton.text.source import resolve
@@ -38,7 +39,17 @@ def said(
     request = ClientRequest(token_ids=[1], stop=stop, include_stop=include, min_tokens=min_tokens)
     output = RequestOutput(
         tokenizer,
-        prepare(request, [1], LIMITS, ModelFacts(CONTEXT, VOCAB), {EOS_ID}, seed=0, deadline_s=1, stream_interval=1),
+        prepare(
+            request,
+            [1],
+            LIMITS,
+            ModelFacts(CONTEXT, VOCAB),
+            {EOS_ID},
+            seed=0,
+            deadline_s=1,
+            stream_interval=1,
+            tenant=ANYBODY,
+        ),
     )
     ids = [*data, EOS_ID] if finish == "stop" else list(data)
     tokens = [pb.Token(choice=0, index=index, token_id=i) for index, i in enumerate(ids)]
@@ -128,5 +139,6 @@ async def test_mailbox_gives_what_is_there_before_the_error() -> None:
 def test_tokens_of_one_step_share_its_time() -> None:
     record = Record(0.0, prompt_tokens=3, choices=1)
     assert record.emitted([Chunk(0, 0, [5], "a", [])], 1.0) == []
-    assert record.emitted([Chunk(0, 1, [6, 7, 8, 9], "b", [])], 1.2) == [(pytest.approx(0.05), 4)]
+    ((gap, times),) = record.emitted([Chunk(0, 1, [6, 7, 8, 9], "b", [])], 1.2)
+    assert (gap, times) == (pytest.approx(0.05), 4)
     assert [record.second_gap, record.decode_s] == [pytest.approx(0.2)] * 2

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from baton.proto.errors import InvalidRequest
 from baton.router.requests import ClientRequest, Prepared
+from baton.router.tenants import ANYBODY
 from baton.router.validate import ModelFacts, check_size, prepare
 from baton.tests.harness.router_rig import CONTEXT, LIMITS, VOCAB
 
@@ -17,7 +18,7 @@ def made(ids: list[int] | None = None, **fields: Any) -> Prepared:
     prompt = [1, 2, 3] if ids is None else ids
     request = ClientRequest(token_ids=prompt, input_field="token_ids", **fields)
     check_size(request, LIMITS, FACTS.context)
-    return prepare(request, prompt, LIMITS, FACTS, {7, 8}, seed=99, deadline_s=600.0, stream_interval=1)
+    return prepare(request, prompt, LIMITS, FACTS, {7, 8}, seed=99, deadline_s=600.0, stream_interval=1, tenant=ANYBODY)
 
 
 def test_defaults_are_neutral() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -20,6 +21,7 @@ from ..router.core import Core
 from ..router.front_door import FrontDoor
 from ..router.grpc_guard import Guard
 from ..router.sessions import Member
+from ..router.tenants import Tenants
 from ..router.text_service import TextService
 from ..text.source import resolve
 from .params import VllmParams
@@ -44,7 +46,7 @@ async def serve(params: VllmParams, listening: Callable[[str], None]) -> None:
         text = await asyncio.to_thread(TextService.load, params.router.model_path, params.router.max_inflight)
         stack.callback(text.close)
         rng = random.Random()
-        core = Core(params.router, text.tokenizer, rng)
+        core = Core(params.router, text.tokenizer, rng, Tenants((), time.monotonic()))
         stack.push_async_callback(core.sessions.close)
         service = VllmEngine(params, FrontDoor(params.router, core, text, rng), resolve(params.router.model_path))
         checks = health.aio.HealthServicer()

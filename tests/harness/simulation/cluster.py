@@ -139,6 +139,8 @@ class Cluster:
             include_stop=False,
             label="",
             cache_salt=ask.salt,
+            tenant="",
+            weight=1.0,
             session="",
             priority=ask.number % 2,
             deadline_s=ask.deadline_s,
