@@ -95,11 +95,19 @@ class Worker(WorkerServicer):
         self._simulation, self._clock = simulation, clock
         self._outboxes: dict[int, tuple[list[pb.WorkerEvent], asyncio.Event]] = {}
         self._server = grpc.aio.server(options=server_options(64 << 20))
+        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         add_WorkerServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
+
+    async def stop(self) -> None:
+        """Ends its sessions."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._server.stop(0)
 
     async def Session(self, request_iterator: AsyncIterator[pb.RouterMessage], context: Any) -> None:
         session = id(context)
@@ -173,7 +181,6 @@ class Prefill(Worker):
         self._queue: deque[tuple[int, pb.Prefill, float]] = deque()
         self._waiting: set[_Key] = set()
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await super().start()
@@ -239,7 +246,6 @@ class Decode(Worker):
         self._line: deque[tuple[int, pb.Leg, float]] = deque()
         self._reserved: dict[str, int] = {}  # request -> session
         self._steps = 0
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await super().start()
@@ -332,8 +338,9 @@ class _Membership(MembershipServicer):
         await asyncio.Event().wait()
 
 
-async def simulate(simulation: Simulation) -> tuple[str, list[object]]:
-    """Starts it all in this loop. Returns the membership's address, and what must be kept alive."""
+@contextlib.asynccontextmanager
+async def simulated(simulation: Simulation) -> AsyncIterator[str]:
+    """All of it, in this loop, while the block runs; the address is the membership's."""
     clock = Clock(simulation.clock)
     decodes = {f"decode-{i}": Decode(i, simulation, clock) for i in range(simulation.pairs)}
 
@@ -348,15 +355,19 @@ async def simulate(simulation: Simulation) -> tuple[str, list[object]]:
     add_MembershipServicer_to_server(_Membership(workers), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    return address, [server, workers]
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+        for worker in workers:
+            await worker.stop()
 
 
 async def _main() -> None:
     simulation = Simulation(**json.loads(sys.stdin.readline()))
-    address, alive = await simulate(simulation)
-    print(json.dumps({"membership": address}), flush=True)
-    await asyncio.to_thread(sys.stdin.read)  # until the parent closes it
-    del alive
+    async with simulated(simulation) as address:
+        print(json.dumps({"membership": address}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)  # until the parent closes it
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from baton.benchmarks.router_workers import Simulation, simulate
+from baton.benchmarks.router_workers import Simulation, simulated
 from baton.proto import baton_pb2 as api
 from baton.router import loop_lag
 from baton.tests.harness.router_rig import LIMITS, FakeCluster, RouterRig, router_params, router_rig, write_model
@@ -20,9 +20,8 @@ from baton.tests.harness.router_rig import LIMITS, FakeCluster, RouterRig, route
 @pytest.fixture
 async def membership(tmp_path: Path) -> AsyncIterator[str]:
     """Of one pair of simulated workers, which serve any number of routers."""
-    address, alive = await simulate(Simulation(1, 0.01, 64, 0.0, str(tmp_path / "clock")))
-    yield address
-    del alive
+    async with simulated(Simulation(1, 0.01, 64, 0.0, str(tmp_path / "clock"))) as address:
+        yield address
 
 
 async def _router(tmp_path: Path, membership: str, router_id: str, **changes: Any) -> RouterRig:
