@@ -60,14 +60,10 @@ def scores(rows: Sequence[Row]) -> list[Score]:
     found = []
     for kind in ("tpot", "prefill", "kv"):
         predicted = halves([row for row in rows if row.kind == kind])
-        for title, key in (
-            ("", lambda row: f"{row.engine}, all GPUs"),
-            ("", lambda row: f"{row.engine} on {row.gpu}"),
-            ("", lambda row: f"   {row.source}: {row.model} on {row.gpu}"),
-        ):
-            for group in sorted({key(row) for row in predicted}):
-                mine = [row for row in predicted if key(row) == group]
-                found.append(score(kind + title, group, mine, [predicted[row] for row in mine]))
+        for name in ("{0.engine}, all GPUs", "{0.engine} on {0.gpu}", "   {0.source}: {0.model} on {0.gpu}"):
+            for group in sorted({name.format(row) for row in predicted}):
+                mine = [row for row in predicted if name.format(row) == group]
+                found.append(score(kind, group, mine, [predicted[row] for row in mine]))
     for group, taught, tested in published.left_out([row for row in rows if row.kind == "tpot"]):
         found.append(score("tpot, model left out", group, tested, published.predict_all(taught, tested)))
     return found

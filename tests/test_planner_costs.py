@@ -55,7 +55,13 @@ def test_pb_08_kv_bytes_are_those_that_the_engine_allocates(name: str, tp: int, 
 
 
 def test_known_sizes_of_kv() -> None:
-    known = {"llama-3.1-8b": 128, "llama-3.1-70b": 320, "qwen3-8b": 144, "qwen3-32b": 256, "qwen2.5-7b": 56}
+    known: dict[str, float] = {
+        "llama-3.1-8b": 128,
+        "llama-3.1-70b": 320,
+        "qwen3-8b": 144,
+        "qwen3-32b": 256,
+        "qwen2.5-7b": 56,
+    }
     known |= {"llama-2-7b": 512, "llama-2-13b": 800, "smollm2-135m": 22.5}
     for name, kib in known.items():
         assert cost(name).kv_token_bytes == kib * 1024, name

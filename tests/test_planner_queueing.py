@@ -55,7 +55,8 @@ def test_wait_and_service_together() -> None:
 def steps(a: float, k: float, rate: float, tokens: float) -> list[int]:
     """Batch sizes of a decode worker, at every step, with exponential numbers of tokens."""
     rng = random.Random(3)
-    now, coming, batch, seen = 0.0, rng.expovariate(rate), [], []
+    now, coming, seen = 0.0, rng.expovariate(rate), []
+    batch: list[int] = []
     for _ in range(60_000):
         if not batch:
             now = coming
