@@ -83,37 +83,6 @@ def exposed(config: Config) -> list[str]:
     return found
 
 
-def _front(config: Config) -> dict[str, str]:
-    router = config.router
-    if router.tenants is not None and router.batches.folder is not None:
-        return {
-            "router.batches.folder": "is shared by all tenants, whose files it would show to each other; leave it out"
-        }
-    named = {"router.tenants": router.tenants}
-    if router.tls is not None:
-        files = {name: getattr(router.tls, name) for name in type(router.tls).model_fields}
-        named |= {f"router.tls.{name}": path for name, path in files.items()}
-    return {
-        key: f"is {path}, which is not a file"
-        for key, path in named.items()
-        if path is not None and not (config.folder / Path(path).expanduser()).is_file()
-    }
-
-
-def exposed(config: Config) -> list[str]:
-    """Listeners that other hosts can reach and anybody may use."""
-    router, found = config.router, []
-    guarded = router.tenants is not None or (router.tls is not None and router.tls.client_ca is not None)
-    for name in ("grpc", "http", "admin"):
-        address = getattr(router, name)
-        if split_address(address)[0] in _LOOPBACK or (guarded and name != "admin"):
-            continue
-        what = "can drain workers and scale pools" if name == "admin" else "can use the model"
-        cure = "listen on 127.0.0.1" if name == "admin" else "give router.tenants (see `baton keys`)"
-        found.append(f"router.{name} listens on {address}: whoever reaches it {what} without a key; {cure}")
-    return found
-
-
 def _launcher(config: Config) -> dict[str, str]:
     cluster = config.cluster
     if cluster.address not in ("local", "auto"):
