@@ -13,7 +13,7 @@ from .life_messages import Peer
 from .outstanding import LegId, Outstanding, Work
 from .placement.choose import DECODE, PREFILL, Objectives, choose
 from .placement.disaggregation import ALWAYS, POLICIES
-from .placement.policy import Candidate, Choice, Demand, Policy
+from .placement.policy import Candidate, Candidates, Choice, Demand, Policy
 from .prefix_index import Prefix, PrefixIndex
 from .transfer_rates import TransferRates
 
@@ -68,11 +68,19 @@ class Placer:
         may_use_avoided: bool,
     ) -> Choice | None:
         """The worker for a leg, whose KV comes from `source` (for a decode worker); None when there is none."""
-        distances = self.rates.distances(source.host, [site.host for site in sites]) if source else [1.0] * len(sites)
+        policy, loads = self._policies[role], self._loads[role]
+        ways: list[float] = []
+        if source is not None and policy.uses_distances:
+            ways = self.rates.distances(source.host, [site.host for site in sites])
+        candidates = Candidates(
+            len(sites),
+            lambda place: self._candidate(role, sites[place], prefix, ways[place] if ways else 1.0),
+            lambda: loads.all_tokens(site.peer for site in sites),
+        )
         return choose(
-            self._policies[role],
+            policy,
             demand,
-            [self._candidate(role, site, prefix, distance) for site, distance in zip(sites, distances, strict=True)],
+            candidates,
             self._rng,
             prefer=prefer,
             avoid=avoid,
@@ -106,15 +114,17 @@ class Placer:
         self._loads[role].remove(leg)
 
     def _candidate(self, role: str, site: Site, prefix: Prefix, distance: float) -> Candidate:
-        loads, law = self._loads[role], site.load.step_time
+        policy, loads, law = self._policies[role], self._loads[role], None
+        if policy.uses_laws and site.load.HasField("step_time"):
+            law = StepTime(site.load.step_time.a, site.load.step_time.b, site.load.step_time.c)
         return Candidate(
-            peer=site.peer,
-            outstanding=loads.tokens(site.peer),
-            works=loads.works(site.peer),
-            cached=self._cached(role, site.peer, prefix),
-            law=StepTime(law.a, law.b, law.c) if site.load.HasField("step_time") else None,
-            step_tokens=max(1, site.welcome.max_batch_tokens),
-            distance=distance,
+            site.peer,
+            loads.tokens(site.peer),
+            loads.works(site.peer),
+            self._cached(role, site.peer, prefix),
+            law,
+            max(1, site.welcome.max_batch_tokens),
+            distance,
         )
 
     def _cached(self, role: str, peer: Peer, prefix: Prefix) -> int:
