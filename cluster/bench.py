@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 import sys
 import time
@@ -21,22 +20,16 @@ from ..proto import baton_pb2 as api
 from ..proto.errors import BatonError
 from .bench_plan import Plan
 from .bench_stats import Sample, summarise
-from .config import Config, Lengths, SLOSection, WorkloadSection
+from .config import Config, SLOSection, WorkloadSection
 from .deployment import running
 from .model_check import ModelFacts
 from .output import results, say
 from .progress import StartProgress
+from .simulate import slo_limits
+from .simulator.synthetic import length
 
 _IDS = range(32, 256)  # synthetic prompts: every vocabulary has these, and they are nobody's end of sequence
 _COUNTED_S = 0.5
-
-
-def length(lengths: Lengths, rng: random.Random) -> int:
-    """One draw, at least 1."""
-    if lengths.cv == 0:
-        return max(1, round(lengths.mean))
-    variance = math.log(1 + lengths.cv**2)
-    return max(1, round(rng.lognormvariate(math.log(lengths.mean) - variance / 2, math.sqrt(variance))))
 
 
 def make_requests(workload: WorkloadSection, count: int, seed: int, context: int) -> list[api.GenerateRequest]:
@@ -123,13 +116,6 @@ async def _count(samples: list[Sample], total: int) -> None:
     while sys.stderr.isatty():
         print(f"\r{len(samples)} of {total} requests", end="", file=sys.stderr, flush=True)
         await asyncio.sleep(_COUNTED_S)
-
-
-def slo_limits(slo: SLOSection) -> dict[str, dict[str, float]]:
-    """The limits that are set."""
-    sections = (("ttft", slo.ttft), ("tpot", slo.tpot))
-    limits = {metric: section.model_dump(exclude_none=True) for metric, section in sections}
-    return {metric: values for metric, values in limits.items() if values}
 
 
 async def with_cluster(config: Config, facts: ModelFacts, workload: WorkloadSection, plan: Plan, as_json: bool) -> int:

@@ -41,12 +41,16 @@ def plan(
         raise ConfigError("give --rate (open loop) or --concurrency (closed loop), not both")
     if concurrency is not None:
         return Plan(requests, concurrency if warm_up is None else warm_up, None, concurrency, seed)
-    per_second = section.rate
-    if rate is not None:
-        try:
-            per_second = float(rate) if rate.replace(".", "", 1).isdigit() else parse_rate(rate)
-        except ValueError as error:
-            raise ConfigError(f"--rate: {rate}: {error}") from None
-    if per_second <= 0:
-        raise ConfigError("--rate: must be more than 0")
-    return Plan(requests, _OPEN_LOOP_WARM_UP if warm_up is None else warm_up, per_second, None, seed)
+    chosen = section.rate if rate is None else per_second("--rate", rate)
+    return Plan(requests, _OPEN_LOOP_WARM_UP if warm_up is None else warm_up, chosen, None, seed)
+
+
+def per_second(option: str, text: str) -> float:
+    """A rate such as 2/s, 30/min or plain 2, more than 0. Raises ConfigError."""
+    try:
+        rate = float(text) if text.replace(".", "", 1).isdigit() else parse_rate(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {text}: {error}") from None
+    if rate <= 0:
+        raise ConfigError(f"{option}: must be more than 0")
+    return rate

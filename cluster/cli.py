@@ -15,7 +15,7 @@ import typer
 
 from ..proto import failpoints
 from ..proto.errors import BatonError, ConfigError
-from .cli_jobs import batch, chat
+from .cli_jobs import batch, chat, simulate
 from .cli_options import (
     DEFAULT_ADMIN,
     AddressOption,
@@ -149,6 +149,10 @@ app.command(
     epilog="Examples: baton chat configs/local.yaml --local ; baton chat --address 127.0.0.1:50051 ; "
     "echo 'What is the capital of France?' | baton chat configs/local.yaml --local --temperature 0"
 )(chat)
+app.command(
+    epilog="Examples: baton simulate configs/local.yaml --html report.html ; "
+    "baton simulate configs/local.yaml --trace trace.jsonl --speed 2 --fail decode-0@30s+20s"
+)(simulate)
 
 
 @app.command(epilog="Example: baton doctor configs/local.yaml")

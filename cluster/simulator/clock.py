@@ -1,4 +1,4 @@
-"""Virtual time: what is due, in order of time; what is due at the same moment runs in the order in which it was said."""
+"""Virtual time: what is due, in order of time; what is due at one moment runs in the order in which it was said."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ...proto.kv_layout import block_count
 from ...router.drain_rate import DrainRate
 from ...router.gate import LookaheadGate
 from ...router.life_messages import Peer
@@ -118,6 +119,9 @@ class Router:
         """A request comes to the front door."""
         rules = self._cluster.rules
         flight = flight_of(number, arrival, self._clock.now + rules.request_s)
+        if not self._fits(flight):
+            self._results.too_long(flight)
+            return
         if len(self.flights) >= rules.max_inflight:
             surplus = len(self.flights) - rules.max_inflight + 1
             self._results.refused(flight, self._drain.hint_s(surplus, self._clock.now))
@@ -308,6 +312,12 @@ class Router:
         for worker in self._watched:
             for _, event in worker.feed.take():
                 self._placer.index.changed(worker.peer, event.prefixes)
+
+    def _fits(self, flight: Flight) -> bool:
+        """Whether the workers could run it alone; live ones refuse what they could not."""
+        size, leg = self._cluster.block_size, flight.leg
+        fits_prefill = block_count(leg.length, size) <= self._cluster.prefill.blocks
+        return fits_prefill and block_count(leg.last, size) <= self._cluster.decode.blocks
 
     def _current(self, leg: LegId) -> Flight | None:
         """Whose leg this is; None: the request has ended, or is at another attempt."""

@@ -26,7 +26,7 @@ class Results:
         self.sent_s, self.ended_s = array("d"), array("d")
         self._ttft, self._tpot, self._e2e = array("f"), array("f"), array("f")
         self._prompt, self._output = array("I"), array("I")
-        self.all_refused = self.all_failed = 0
+        self.all_refused = self.all_failed = self.all_too_long = 0
         self.preemptions = self.retries = 0
         self.hints_s = 0.0  # sum of the hints of those refused
 
@@ -49,6 +49,11 @@ class Results:
             self.all_refused += 1
             self.hints_s += hint_s
 
+    def too_long(self, flight: Flight) -> None:
+        """No worker could hold it."""
+        if flight.number >= self._warm_up:
+            self.all_too_long += 1
+
     def failed(self, flight: Flight) -> None:
         """It was let in, and did not get its answer."""
         if flight.number >= self._warm_up:
@@ -59,8 +64,8 @@ class Results:
 
     @property
     def measured(self) -> int:
-        """Served, refused and failed."""
-        return len(self) + self.all_refused + self.all_failed
+        """All that came."""
+        return len(self) + self.all_refused + self.all_failed + self.all_too_long
 
     def values(self, metric: str) -> NDArray[np.float32]:
         """Of "ttft", "tpot" or "e2e", in order of ends; only those that are defined."""
@@ -88,6 +93,7 @@ class Results:
                 "completed": len(self),
                 "refused": self.all_refused,
                 "failed": self.all_failed,
+                "too_long": self.all_too_long,
                 "preemptions": self.preemptions,
                 "retries": self.retries,
             },

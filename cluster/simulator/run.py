@@ -39,7 +39,7 @@ Observer = Callable[["Simulation"], None]
 
 
 class Simulation:
-    """Deterministic by `seed`. `arrivals` come in order of time; they are taken one by one. `named`: they have contents.
+    """Deterministic by `seed`. `arrivals` come in order of time and are taken one by one. `named`: they have contents.
     `every`: called every so many seconds of virtual time while requests come (an autoscaler, a progress bar)."""
 
     def __init__(
