@@ -170,6 +170,7 @@ def _marks(series: Series, x: _Scale, y: _Scale) -> str:
     for a, b in series.points:
         title = f"<title>{escape(series.name)}: {number(a)}, {number(b)}</title>"
         dots.append(
-            f'<circle class="mark {escape(series.kind)}" cx="{x.place(a):.1f}" cy="{y.place(b):.1f}" r="3.2">{title}</circle>'
+            f'<circle class="mark {escape(series.kind)}" r="3.2" '
+            f'cx="{x.place(a):.1f}" cy="{y.place(b):.1f}">{title}</circle>'
         )
     return "".join(dots)

@@ -1,4 +1,4 @@
-"""The commands `batch`, `chat` and `simulate`: options and what follows from them; cli.py makes them commands."""
+"""The commands `batch` and `chat`: options and what follows from them; cli.py makes them commands."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import typer
 from ..proto.errors import ConfigError
 from .cli_options import (
     AddressOption,
-    ConfigArgument,
     ConfigOption,
-    JsonOption,
     PrintOption,
     SetOption,
     VerboseOption,
     load_config,
     one_target,
-    seconds,
     warn,
 )
 
@@ -106,72 +103,3 @@ def chat(
 
     warn(check_model(loaded).warnings)
     raise typer.Exit(converse(LocalModel.load(loaded), wanted, system))
-
-
-def simulate(
-    config: ConfigArgument,
-    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Requests to replay.")] = None,
-    workload: Annotated[
-        str, typer.Option("--workload", metavar="SHAPE", help="Without a trace: poisson, gamma (bursts) or diurnal.")
-    ] = "poisson",
-    rate: Annotated[str | None, typer.Option(metavar="RATE", help="Instead of the workload's, such as 2/s.")] = None,
-    cv: Annotated[float, typer.Option(min=0.01, help="Of the gaps of gamma.")] = 3.0,
-    period: Annotated[str, typer.Option(metavar="TIME", help="Of the wave of diurnal.")] = "24h",
-    requests: Annotated[int | None, typer.Option(min=1, help="At most; default without a trace: 2000.")] = None,
-    start: Annotated[str | None, typer.Option(metavar="TIME", help="Of the window of the trace.")] = None,
-    duration: Annotated[str | None, typer.Option(metavar="TIME", help="Of the window, or of the made up load.")] = None,
-    speed: Annotated[float, typer.Option(min=1e-6, help="Times as fast as recorded.")] = 1.0,
-    jitter: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Spread equal stamps over this; default: where they are rounded.")
-    ] = None,
-    trace_pool: Annotated[str | None, typer.Option(metavar="NAME", help="Of a trace of rates.")] = None,
-    lengths: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw lengths from this trace.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What was measured; default: a roofline.")
-    ] = None,
-    fail: Annotated[list[str] | None, typer.Option(metavar="WORKER@TIME[+TIME]", help="A worker dies.")] = None,
-    switch: Annotated[list[str] | None, typer.Option(metavar="WORKER@TIME[+TIME]", help="It changes roles.")] = None,
-    scale: Annotated[
-        list[str] | None, typer.Option(metavar="POOL=N@TIME[+TIME]", help="A pool changes its size.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    frontier: Annotated[bool, typer.Option("--frontier", help="Goodput at other rates too.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="OUT.html", help="Write a report with plots.")] = None,
-    json_: JsonOption = False,
-    set_: SetOption = None,
-    print_config: PrintOption = False,
-) -> None:
-    """Run the configuration's cluster in virtual time, with the code that places and schedules the real one's requests.
-
-    Without --trace the configuration's workload is made up. Traces of Azure, Mooncake, BurstGPT and ServeGen, and CSV
-    or JSON lines with at, prompt_tokens and output_tokens are known by their columns.
-    """
-    from . import simulate as simulation
-    from .bench_plan import per_second
-    from .simulator.workload import Load, Shape
-
-    loaded = load_config(config, set_, print_config)
-    shapes: tuple[Shape, ...] = ("poisson", "gamma", "diurnal")
-    shape = next((known for known in shapes if known == workload), None)
-    if shape is None:
-        raise ConfigError(f"--workload: is {workload}; there are {', '.join(shapes)}")
-    load = Load(
-        loaded.workload,
-        trace,
-        shape,
-        per_second("--rate", rate) if rate is not None else None,
-        cv,
-        seconds("--period", period) or 0.0,
-        requests,
-        seconds("--start", start) or 0.0,
-        seconds("--duration", duration),
-        speed,
-        seconds("--jitter", jitter),
-        trace_pool,
-        lengths,
-        loaded.engine.prefix_cache,
-        seed,
-    )
-    changes = simulation.parse_changes(fail or [], switch or [], scale or [])
-    wanted = simulation.Wanted(load, profile, changes, seed, frontier or html is not None, json_, html)
-    raise typer.Exit(simulation.run(loaded, wanted))

@@ -31,7 +31,7 @@ class Line:
         if value is None:
             return "–"
         shown = {
-            "ms": f"{1000 * value:.1f} ms",
+            "ms": milliseconds(value),
             "rate": f"{value:.2f}",
             "share": f"{value:.1%}",
             "count": f"{value:.0f}",
@@ -46,6 +46,11 @@ class Line:
         if self.unit == "share":
             return value - truth
         return (value - truth) / truth if truth else None
+
+
+def milliseconds(value: float) -> str:
+    """Of seconds; from ten on seconds."""
+    return f"{1000 * value:.1f} ms" if value < 10 else f"{value:.1f} s"
 
 
 def comparison(result: Mapping[str, Any]) -> list[Line]:

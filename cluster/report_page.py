@@ -66,10 +66,9 @@ def _tiles(summary: Mapping[str, Any]) -> list[dict[str, str]]:
         return "–" if value is None else text.format(value)
 
     rates, share = summary["throughput"], summary["share_within_p99_limits"]
-    milliseconds = {name: summary[name] for name in ("ttft_s", "tpot_s")}
-    tiles = [(f"{name[:4].upper()} {p}", milliseconds[name][p]) for name in milliseconds for p in ("p50", "p99")]
+    tiles = [(f"{m.upper()} {p}", summary[f"{m}_s"][p]) for m in ("ttft", "tpot") for p in ("p50", "p99")]
     return [
-        *({"label": label, "value": "–" if v is None else f"{1000 * v:.3g} ms"} for label, v in tiles),
+        *({"label": label, "value": "–" if v is None else milliseconds(v)} for label, v in tiles),
         {"label": "output tokens/s", "value": shown(rates["output_tokens_per_s"], "{:,.0f}")},
         {"label": "requests/s", "value": shown(rates["requests_per_s"], "{:.3g}")},
         {"label": "within the limits", "value": shown(None if share is None else 100 * share, "{:.1f} %")},

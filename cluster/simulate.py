@@ -18,9 +18,9 @@ from .config import Config, SLOSection
 from .output import results, say
 from .simulator import profile as profiles
 from .simulator.profile import Profile
-from .simulator.results import SHARES
+from .simulator.results import SHARES, Limits
 from .simulator.run import Outcome, simulate
-from .simulator.spec import Change, Cluster, Fail, Scale, Switch
+from .simulator.spec import Change, Fail, Scale, Switch
 from .simulator.timeline import columns
 from .simulator.workload import Load
 from .units import parse_duration
@@ -77,13 +77,12 @@ def simulated(config: Config, found: Profile, wanted: Wanted) -> dict[str, Any]:
     cluster = replace(profiles.cluster_of(config, found, max(span / _SAMPLES, 1e-3)), changes=wanted.changes)
     outcome = simulate(cluster, arrivals.arrivals, seed=wanted.seed, named=arrivals.named)
     spent = time.thread_time() - began
-    summary = outcome.results.summary(limits)
     return {
         "kind": "simulation",
         "load": {"workload": arrivals.kind, "notes": list(arrivals.notes), "seed": wanted.seed},
         "profile": profiles.to_fields(found),
         "limits_s": limits,
-        "simulated": {**summary, "workers": workers(cluster, outcome)},
+        "simulated": summarised(outcome, limits),
         "cdf": {metric: {"simulated": cdf(outcome, metric)} for metric in ("ttft", "tpot", "e2e")},
         "timeline": {"simulated": columns(outcome.timeline)},
         "roofline": operating_points(found, outcome),
@@ -92,15 +91,21 @@ def simulated(config: Config, found: Profile, wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def workers(cluster: Cluster, outcome: Outcome) -> dict[str, Any]:
+def summarised(outcome: Outcome, limits: Limits) -> dict[str, Any]:
+    """All numbers of a run."""
+    return {**outcome.results.summary(limits), "workers": _workers(outcome)}
+
+
+def _workers(outcome: Outcome) -> dict[str, Any]:
     """Shares of time that the pools computed, and what their blocks held at most."""
     names = ("prefill", "decode")
     busy = {n: sum(s for worker, s in outcome.busy_s.items() if worker.startswith(n)) for n in names}
     seconds = {role: outcome.worker_s.get(role, 0.0) for role in ("prefill", "decode")}
+    counts = {n: sum(worker.startswith(n) for worker in outcome.busy_s) for n in names}
     query = outcome.prefix_query_tokens
     return {
-        "prefill": {"replicas": cluster.prefill.replicas, "busy": _share(busy["prefill"], seconds["prefill"])},
-        "decode": {"replicas": cluster.decode.replicas, "busy": _share(busy["decode"], seconds["decode"])},
+        "prefill": {"replicas": counts["prefill"], "busy": _share(busy["prefill"], seconds["prefill"])},
+        "decode": {"replicas": counts["decode"], "busy": _share(busy["decode"], seconds["decode"])},
         "prefill_blocks_peak": max((row.prefill_blocks for row in outcome.timeline), default=None),
         "decode_blocks_peak": max((row.decode_blocks for row in outcome.timeline), default=None),
         "decode_batch_mean": _mean([row.decode_running for row in outcome.timeline]),

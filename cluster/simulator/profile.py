@@ -8,7 +8,7 @@ The roofline, with what serving engines reach of it (fits over published runs, m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,16 @@ class Profile:
     transfer: LayeredTransfer
     overheads: Overheads
     noise: float = 0.0
+    prefill_slowed: float = 1.0  # time of a step with the other pool at work / alone, where both share a machine
+    decode_slowed: float = 1.0
+
+    def shared(self, prefill_busy: float, decode_busy: float) -> Profile:
+        """The laws where the pools compute for these shares of the time."""
+        first = 1 + (self.prefill_slowed - 1) * decode_busy
+        second = 1 + (self.decode_slowed - 1) * prefill_busy
+        prefill = StepTime(*(coefficient * first for coefficient in self.prefill))
+        decode = StepTime(*(coefficient * second for coefficient in self.decode))
+        return replace(self, prefill=prefill, decode=decode, prefill_slowed=1.0, decode_slowed=1.0)
 
 
 _ADAPTER: TypeAdapter[Profile] = TypeAdapter(Profile)
