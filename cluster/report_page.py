@@ -14,7 +14,7 @@ import jinja2
 
 from ..proto.errors import ConfigError
 from .charts import Axis, Series, chart
-from .comparison import SOURCES, Line, comparison
+from .comparison import SOURCES, Line, comparison, milliseconds
 
 _KINDS = ("measured", "simulated", "planned", "a", "b", "c")
 _TEMPLATE = Path(__file__).with_name("report_page.html.j2")
