@@ -52,7 +52,7 @@ def slo_limits(slo: SLOSection) -> dict[str, dict[str, float]]:
 
 def run(config: Config, wanted: Wanted) -> int:
     """Simulates and prints. Raises ConfigError."""
-    found = profiles.load(wanted.profile) if wanted.profile is not None else profiles.roofline(config)
+    found = profiles.load(wanted.profile) if wanted.profile is not None else profiles.predicted(config)
     result = simulated(config, found, wanted)
     if wanted.html is not None:
         from .report_page import write_page
