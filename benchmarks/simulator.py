@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/simulator.py --trace AzureLLMInferenceTrace_conv.csv [--speed 20] [--repeat 3]
         [--rate 3000 --workers 1000 --requests 30000 60000 120000] [--hour] [--html OUT.html] [--json]
 
-First the trace on 16 prefill and 16 decode workers of Llama-3.1-8B on H100, then `--requests` of its lengths at `--rate`
-on a pool of `--workers` each, for growing numbers of requests: a straight line through them says that time is linear.
+First the trace on 16 prefill and 16 decode workers of Llama-3.1-8B on H100, then `--requests` of its lengths at
+`--rate` on pools of `--workers` each, for growing numbers of requests: a straight line through them says that time is
+linear.
 `--hour` runs one hour of that, as `--requests 10800000`. Placement is `power_of_two` on the large pools, as any that
 looks at all of a thousand workers for each request takes longer for it, live as here.
 """
@@ -51,9 +52,8 @@ class Row:
 
 def configuration(workers: int, placement: str) -> Config:
     """So many workers of each pool, one GPU each."""
-    pools = [
-        f"pools.{pool}.{key}" for pool in ("prefill", "decode") for key in (f"replicas={workers}", "tensor_parallel=1")
-    ]
+    sizes = (f"replicas={workers}", "tensor_parallel=1")
+    pools = [f"pools.{pool}.{size}" for pool in ("prefill", "decode") for size in sizes]
     policies = [f"router.placement.{pool}={placement}" for pool in ("prefill", "decode")]
     others = ["model.path=llama-3.1-8b", "router.max_inflight=100000000"]
     return config_load.load(str(CONFIG), [*pools, *policies, *others])
@@ -119,13 +119,10 @@ def main(options: argparse.Namespace) -> None:
         points = [(float(row.requests), row.cpu_s) for row in large]
         line = Series("measured", "measured", points, marks=True)
         slope = large[-1].cpu_s / large[-1].requests
-        straight = Series(
-            f"{1e6 * slope:.0f} us a request", "planned", [(0.0, 0.0), *((n, n * slope) for n, _ in points)]
-        )
+        ends = [(n, n * slope) for n in (0.0, points[-1][0])]
+        straight = Series(f"{1e6 * slope:.0f} us a request", "planned", ends)
         figure = chart("CPU time by requests", Axis("requests", low=0), Axis("s", low=0), [straight, line])
-        options.html.write_text(
-            f"<!doctype html><meta charset=utf-8><title>simulator</title><style>{STYLE}</style>{figure}"
-        )
+        options.html.write_text(f"<!doctype html><meta charset=utf-8><style>{STYLE}</style>{figure}")
 
 
 STYLE = (

@@ -63,7 +63,7 @@ class Simulation:
         self._named, self._merge, self._every = named and cluster.prefix_cache, merge, every
         self._incarnations, self._seed = 0, seed
         self._names: dict[Role, int] = dict.fromkeys(_ROLES, 0)
-        self._gone: list[Worker] = []
+        self.gone: list[Worker] = []  # that took requests and do no more; after the run: all
         self._after: dict[str, Switch] = {}
         self._born: dict[str, float] = {}
         self._worker_s: dict[Role, float] = dict.fromkeys(_ROLES, 0.0)
@@ -86,7 +86,7 @@ class Simulation:
         self.clock.run()
         for name in list(self.workers):
             self._remove(name)
-        everybody = self._gone
+        everybody = self.gone
         return Outcome(
             self.results,
             self._timeline,
@@ -148,7 +148,7 @@ class Simulation:
 
     def _remove(self, name: str) -> None:
         worker = self.workers.pop(name)
-        self._gone.append(worker)
+        self.gone.append(worker)
         self._worker_s[worker.role] += self.clock.now - self._born.pop(name)
 
     def _change(self, change: object) -> None:
