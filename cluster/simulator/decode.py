@@ -21,6 +21,7 @@ from .request import Flight
 from .spec import Cluster
 from .worker import Front, Worker
 
+_LOOK_S = 1.0
 _FIRST = pb.FirstTokens()  # whose contents do not matter here
 
 
@@ -67,6 +68,7 @@ class DecodeWorker(Worker):
         self._since = self._first_s = self._more_s = 0.0  # its beginning; its first step; what each one adds
         self._version = 0
         self._stepping = self._stalled = False
+        self._look_at = 0.0  # at the clocks of those who wait
         self.preemptions = 0
         self.sequence_s = 0.0
 
@@ -104,22 +106,28 @@ class DecodeWorker(Worker):
 
     def arrived(self, flight: Flight) -> None:
         """All KV of a leg is here, and its first token."""
+        if not self._commit(flight):
+            return
+        if not self._stepping:
+            self._turn(self._version)
+        else:
+            self._cut()
+
+    def _commit(self, flight: Flight) -> bool:
+        """It joins at the end of the step; False: there is no such reservation (any more)."""
         key, now = flight.leg.key, self.clock.now
         if self._intake.arrived(key, 0, 0, 0, now) is None and self._intake.first_tokens(key, _FIRST, now) is None:
-            return
+            return False
         reservation = self._intake.take(key)
         if reservation is None:
-            return
+            return False
         leg, table = reservation.leg, reservation.blocks
         del self._legs[key]
         self.pool.publish(table, leg.tokens, leg.salt)
         sequence = Sequence((key, 0), leg.length, len(table), leg.last, bool(leg.generated))
         self._joining.append(_Running(flight, sequence, table))
         self.front.committed(flight)
-        if not self._stepping:
-            self._turn(self._version)
-        else:
-            self._cut()
+        return True
 
     def cancel(self, flight: Flight) -> None:
         """Forget a leg that is waiting or reserved."""
@@ -158,8 +166,9 @@ class DecodeWorker(Worker):
         count = len(scheduler)
         self._version += 1
         if not count:
-            self._stalled = False
+            self._run, self._stalled = None, False
             self._admit()
+            self._begin(1, 0)
             return
         steps = scheduler.steps_to_end() if self._merge else 1
         free = pool.free
@@ -177,14 +186,18 @@ class DecodeWorker(Worker):
             self._run, self._stalled = plan.run, bool(plan.stalled)
             self._admit()
             count = len(plan.run)
-            if not count:
-                return
-        self._start(steps, count)
+        self._begin(steps, count)
 
-    def _start(self, steps: int, count: int) -> None:
+    def _begin(self, steps: int, count: int) -> None:
+        """So many steps of `count` sequences, of which there may be none."""
+        if count:
+            self._start(steps, count, 0.0)
+
+    def _start(self, steps: int, count: int, more_s: float) -> None:
+        """`more_s`: of the first step, for what is computed beside the batch."""
         factor, law = self._factor(), self.law
         context = self._context if self._run is None else sum(map(self._scheduler.tokens, self._run))
-        self._first_s = factor * (law.a + law.b * count + law.c * (context + count))
+        self._first_s = factor * (law.a + law.b * count + law.c * (context + count) + more_s)
         self._more_s = factor * law.c * count
         self._steps, self._since, self._stepping = steps, self.clock.now, True
         self.clock.at(self._since + self._seconds(steps), self._turn, self._version)
@@ -269,9 +282,12 @@ class DecodeWorker(Worker):
             reservation = self._intake.admit(len(self._running) + len(self._joining), self.clock.now)
             if reservation is None:
                 break
-            flight = self._legs[reservation.leg.key]
-            flight.ticket = True
-            self.front.granted(flight)
+            self._granted(self._legs[reservation.leg.key], reservation.cached)
+
+    def _granted(self, flight: Flight, cached: int) -> None:
+        """It has its blocks; `cached`: tokens whose KV they hold already."""
+        flight.ticket = True
+        self.front.granted(flight)
 
     def _roomy(self, flight: Flight) -> bool:
         """Whether the leg gets its blocks at the end of this step whatever the run takes until its own end, so that the
@@ -291,6 +307,9 @@ class DecodeWorker(Worker):
 
     def _expire(self) -> None:
         """Who has waited for too long tries elsewhere."""
+        if self.clock.now < self._look_at:
+            return
+        self._look_at = self.clock.now + _LOOK_S
         for key, _ in self._intake.overdue(self.clock.now):
             flight = self._legs.get(key)
             if flight is not None:

@@ -134,6 +134,9 @@ class Router:
             return
         demand, prefix = _demand(flight), Prefix(flight.leg.tokens, "")
         self._hear()
+        if self._cluster.aggregated:
+            self._place_whole(flight, demand, prefix)
+            return
         first = self._choose("prefill", demand, prefix, flight)
         needs_decode = flight.leg.remaining > 1
         second = self._choose("decode", demand, prefix, flight) if first is not None and needs_decode else None
@@ -152,6 +155,16 @@ class Router:
             self._placer.to_decode(flight.leg_id, second.peer, demand, prefix)
         self._at_gate[flight.leg_id] = flight
         self._open(self._gates[first.peer].enter(flight.leg_id, demand.tokens, priority=0, tenant=""))
+
+    def _place_whole(self, flight: Flight, demand: Demand, prefix: Prefix) -> None:
+        """On one worker that does everything; its own line is the only one."""
+        choice = self._choose("decode", demand, prefix, flight)
+        if choice is None:
+            self._unplaced.append(flight)
+            return
+        flight.decode = choice.peer
+        self._placer.to_decode(flight.leg_id, choice.peer, demand, prefix)
+        self._reserve(flight)
 
     def _open(self, legs: Iterable[LegId]) -> None:
         for leg in legs:
@@ -187,8 +200,7 @@ class Router:
         """See Front."""
         overheads, now = self._cluster.overheads, self._clock.now
         flight.computed = True
-        if flight.first_at is None:
-            flight.first_at = now + overheads.message_s + overheads.router_s / 2
+        self.first_token(flight)
         self._later(overheads.message_s, self._prefill_over, (flight.leg_id, flight.prefill))
         if flight.decode is None:
             if flight.prefill is not None:
@@ -196,6 +208,12 @@ class Router:
             self.ended(flight)
         elif flight.ticket:
             self._send_kv(flight, now - flight.begun_at)
+
+    def first_token(self, flight: Flight) -> None:
+        """See Front. What is said again after a retry is not new to the client."""
+        overheads = self._cluster.overheads
+        if flight.first_at is None:
+            flight.first_at = self._clock.now + overheads.message_s + overheads.router_s / 2
 
     def _prefill_over(self, where: tuple[LegId, Peer | None]) -> None:
         leg, peer = where

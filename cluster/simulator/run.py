@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...router.life_messages import Peer
+from .aggregated import AggregatedWorker
 from .clock import Clock
 from .decode import DecodeWorker
 from .front import Router
@@ -70,7 +71,7 @@ class Simulation:
         self._timeline: list[Row] = []
         self._more = True
         for role, pool in zip(_ROLES, (cluster.prefill, cluster.decode), strict=True):
-            for _ in range(pool.replicas):
+            for _ in range(0 if cluster.aggregated and role == "prefill" else pool.replicas):
                 self._add((role, self._name(role)))
         for change in cluster.changes:
             self.clock.at(change.at, self._change, change)
@@ -137,7 +138,11 @@ class Simulation:
         self._incarnations += 1
         peer, rng = Peer(name, str(self._incarnations)), random.Random(f"{self._seed} {name} {self._incarnations}")
         shared = (self.clock, self.router, self.cluster, peer, rng, self._named)
-        worker = PrefillWorker(*shared) if role == "prefill" else DecodeWorker(*shared, merge=self._merge)
+        if role == "prefill":
+            worker: Worker = PrefillWorker(*shared)
+        else:
+            kind = AggregatedWorker if self.cluster.aggregated else DecodeWorker
+            worker = kind(*shared, merge=self._merge)
         self.workers[name] = worker
         self._born[name] = self.clock.now
         self.router.worker_up(worker)

@@ -132,4 +132,6 @@ class Cluster:
     prefix_cache: bool = True
     noise: float = 0.0
     changes: Sequence[Change] = field(default=())
+    aggregated: bool = False  # workers of the decode pool compute prompts too, and there are no others; a step that
+    # does both takes what the decode law says and b and c of the prefill law more
     sample_s: float | None = None  # between two rows of the timeline; None: there is none

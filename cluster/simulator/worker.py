@@ -28,6 +28,10 @@ class Front(Protocol):
         """It did not within its time."""
         ...
 
+    def first_token(self, flight: Flight) -> None:
+        """A worker of an aggregated pool drew it, and goes on with the request."""
+        ...
+
     def computed(self, flight: Flight) -> None:
         """The prompt is computed and the next token drawn."""
         ...
