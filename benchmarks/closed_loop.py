@@ -30,12 +30,13 @@ import yaml
 from baton.benchmarks.interference import SETTINGS
 from baton.cluster import config_load
 from baton.cluster.bench_closed import calibrate, load_of, loaded
-from baton.cluster.bench_compare import compare, with_blocks, write_record
+from baton.cluster.bench_compare import compare, recorded, with_blocks, write_record
 from baton.cluster.bench_plan import Plan
-from baton.cluster.comparison import Line, comparison
+from baton.cluster.comparison import SOURCES, Line, comparison
 from baton.cluster.config import Config
 from baton.cluster.deployment import running
 from baton.cluster.driver import run
+from baton.cluster.planned import planned
 from baton.cluster.report_page import write_page
 from baton.cluster.simulator.measure import between, differ
 from baton.cluster.simulator.profile import Profile, to_fields
@@ -136,7 +137,8 @@ async def measure(config: Config, options: argparse.Namespace) -> int:
     profile = between(before, after)
     for case, samples, watch in runs:
         load = {**load_of(case.plan, workload), "workload": case.name, "notes": [f"calibrations differ by {apart:.1%}"]}
-        result = compare(config, with_blocks(profile, watch), samples, watch, load, None)
+        found = with_blocks(profile, watch)
+        result = compare(config, found, samples, watch, load, planned(config, found, recorded(samples)))
         results.append((case, result))
         if options.out is not None:
             _keep(options.out, case, result)
@@ -175,7 +177,7 @@ def _show(case: Case, result: dict[str, Any], as_json: bool) -> bool:
         error = line.error("simulated")
         word = "" if verdict is None else f"  limit {line.limit:.0%}: {'kept' if verdict else 'MISSED'}"
         shown = "-" if error is None else f"{error:+.1%}"
-        values = f"simulated {line.text('simulated'):>12}  measured {line.text('measured'):>12}"
+        values = "  ".join(f"{source} {line.text(source):>12}" for source in SOURCES)
         print(f"  {line.label:24} {values}  {shown:>8}{word}")
     return all(verdict is not False for verdict in held)
 

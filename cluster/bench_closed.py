@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench import load_fields, print_table, run_load
-from .bench_compare import compare, with_blocks, write_record
+from .bench_compare import compare, recorded, with_blocks, write_record
 from .bench_plan import Plan
 from .bench_stats import Sample, summarise
 from .bench_watch import Watch, watching
@@ -23,6 +22,7 @@ from .config import Config, WorkloadSection
 from .deployment import Deployment, running
 from .model_check import ModelFacts
 from .output import results, say
+from .planned import planned
 from .progress import StartProgress
 from .report_page import write_page
 from .simulate import slo_limits
@@ -30,7 +30,6 @@ from .simulator.measure import Blocks, Limits, measure
 from .simulator.profile import Profile
 
 _WATCH_S = 1.0
-Planner = Callable[[Config, WorkloadSection, Plan], dict[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,7 @@ class Shown:
     profile: Profile | None
 
 
-async def with_cluster(
-    config: Config, facts: ModelFacts, workload: WorkloadSection, plan: Plan, shown: Shown, planned: Planner | None
-) -> int:
+async def with_cluster(config: Config, facts: ModelFacts, workload: WorkloadSection, plan: Plan, shown: Shown) -> int:
     """Start a cluster for the benchmark. Returns 1 when no measured request was answered."""
     progress = StartProgress(verbose=False)
     with progress:
@@ -55,8 +52,9 @@ async def with_cluster(
             samples, watch = await loaded(deployment, workload, plan)
     if shown.record is not None:
         write_record(shown.record, samples)
-    word = planned(config, workload, plan) if planned is not None else None
-    result = compare(config, with_blocks(found, watch), samples, watch, load_of(plan, workload), word)
+    found = with_blocks(found, watch)
+    word = planned(config, found, recorded(samples))
+    result = compare(config, found, samples, watch, load_of(plan, workload), word)
     if shown.html is not None:
         write_page(shown.html, result)
     if shown.as_json:

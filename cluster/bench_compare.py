@@ -16,13 +16,14 @@ from ..proto.errors import ConfigError
 from .bench_stats import Sample, distribution, summarise
 from .bench_watch import Watch
 from .config import Config
-from .simulate import operating_points, slo_limits, summarised
+from .simulate import frontier, operating_points, slo_limits, summarised
 from .simulator import profile as profiles
 from .simulator.profile import Profile
 from .simulator.request import Arrival
 from .simulator.results import Limits
 from .simulator.run import Outcome, simulate
 from .simulator.timeline import columns
+from .simulator.traces import Trace
 
 _POINTS = 200
 _PASSES = 3  # until the shares of time that both pools compute agree with the laws that these shares lead to
@@ -143,7 +144,13 @@ def compare(
             "simulated": columns(outcome.timeline),
         },
         "roofline": operating_points(found, outcome),
+        "frontier": frontier(config, found, lambda times: _at_speed(samples, times), 0),
     }
+
+
+def _at_speed(samples: Sequence[Sample], times: float) -> Trace:
+    """The recorded requests, so many times as dense."""
+    return Trace("recorded", (replace(a, at=a.at / times) for a in recorded(samples)), ())
 
 
 def _transfers(found: Profile, samples: Sequence[Sample]) -> dict[str, float | int | None]:

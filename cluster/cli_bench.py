@@ -83,7 +83,7 @@ def bench(
         from .simulator import profile as profiles
 
         shown = Shown(json_, html, record, profiles.load(profile) if profile is not None else None)
-        code = driver.run(closed(loaded, facts, workload, plan, shown, None))
+        code = driver.run(closed(loaded, facts, workload, plan, shown))
     elif code is None:
         from .bench import with_cluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .simulator.results import SHARES, Limits
 from .simulator.run import Outcome, simulate
 from .simulator.spec import Change, Fail, Scale, Switch
 from .simulator.timeline import columns
+from .simulator.traces import Trace
 from .simulator.workload import Load
 from .units import parse_duration
 
@@ -86,7 +87,7 @@ def simulated(config: Config, found: Profile, wanted: Wanted) -> dict[str, Any]:
         "cdf": {metric: {"simulated": cdf(outcome, metric)} for metric in ("ttft", "tpot", "e2e")},
         "timeline": {"simulated": columns(outcome.timeline)},
         "roofline": operating_points(found, outcome),
-        "frontier": frontier(config, found, wanted) if wanted.frontier else [],
+        "frontier": _frontier(config, found, wanted),
         "run": {"cpu_s": spent, "requests_per_cpu_s": len(outcome.results) / spent if spent else None},
     }
 
@@ -133,22 +134,18 @@ def operating_points(found: Profile, outcome: Outcome) -> dict[str, Any]:
     return {"context": context, "decode": curve, "points": points}
 
 
-def frontier(config: Config, found: Profile, wanted: Wanted) -> list[dict[str, float | None]]:
+def frontier(config: Config, found: Profile, at_speed: Callable[[float], Trace], seed: int) -> list[dict[str, Any]]:
     """The same requests at other rates: how many a second keep the limits."""
-    rows: list[dict[str, float | None]] = []
+    rows: list[dict[str, Any]] = []
     limits = slo_limits(config.slo)
     for times in _FRONTIER:
-        load = replace(wanted.load.faster(times), requests=min(wanted.load.requests or 10**9, _FRONTIER_REQUESTS))
-        trace = load.open()
-        outcome = simulate(
-            profiles.cluster_of(config, found, None), trace.arrivals, seed=wanted.seed, named=trace.named
-        )
-        summary = outcome.results.summary(limits)
+        trace = at_speed(times)
+        cluster = profiles.cluster_of(config, found, None)
+        summary = simulate(cluster, trace.arrivals, seed=seed, named=trace.named).results.summary(limits)
         length = summary["window_s"]
-        offered = summary["requests"]["measured"] / length if length else None
         rows.append(
             {
-                "rate": offered,
+                "rate": summary["requests"]["measured"] / length if length else None,
                 "share": summary["share_within_p99_limits"],
                 "goodput": summary["throughput"]["goodput_per_s"],
                 "ttft_p99": summary["ttft_s"]["p99"],
@@ -156,6 +153,16 @@ def frontier(config: Config, found: Profile, wanted: Wanted) -> list[dict[str, f
             }
         )
     return rows
+
+
+def _frontier(config: Config, found: Profile, wanted: Wanted) -> list[dict[str, Any]]:
+    load = _shorter(wanted.load)
+    return frontier(config, found, lambda times: load.faster(times).open(), wanted.seed) if wanted.frontier else []
+
+
+def _shorter(load: Load) -> Load:
+    """No more requests than a frontier needs."""
+    return replace(load, requests=min(load.requests or _FRONTIER_REQUESTS, _FRONTIER_REQUESTS))
 
 
 def parse_changes(fail: Sequence[str], switch: Sequence[str], scale: Sequence[str]) -> tuple[Change, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def test_the_sizes_of_pools_are_those_that_workers_say() -> None:
 
 
 def test_pools_that_share_a_machine_slow_each_other_by_their_shares_of_time() -> None:
-    shared = Profile(*(getattr(PROFILE, name) for name in Profile.__slots__[:8]), 1.2, 1.5)
+    shared = replace(PROFILE, prefill_slowed=1.2, decode_slowed=1.5)
     slowed = shared.shared(prefill_busy=0.5, decode_busy=1.0)
     assert slowed.prefill == pytest.approx([1.2 * c for c in PROFILE.prefill])
     assert slowed.decode == pytest.approx([1.25 * c for c in PROFILE.decode])

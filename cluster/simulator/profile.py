@@ -11,10 +11,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from ...proto.errors import ConfigError
 from ...proto.step_time import StepTime
+from ...router.placement.choose import Objectives
 from ..config import Config
 from ..planner.setup import site
 from ..spec import tightest
-from .spec import Cluster, DecodePool, LayeredTransfer, Objectives, Overheads, PrefillPool, Rules
+from .spec import Cluster, DecodePool, LayeredTransfer, Overheads, PrefillPool, Rules
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,11 @@ class Flight:
 def leg_of(number: int, attempt: int, arrival: Arrival, generated: int, deadline: float) -> Leg:
     """As the workers know it; prompts of unknown contents are ranges, which cost nothing."""
     contents = arrival.contents
+    prompt: Sequence[int]
+    said: Sequence[int]
+    tokens: Sequence[int]
     if contents is None:
-        length = arrival.prompt + generated
-        prompt, said, tokens = range(arrival.prompt), range(generated), range(length)
+        prompt, said, tokens = range(arrival.prompt), range(generated), range(arrival.prompt + generated)
     else:
         prompt, said = contents, [-1 - number] * generated if generated else []
         tokens = [*contents, *said] if generated else contents

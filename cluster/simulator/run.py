@@ -70,8 +70,9 @@ class Simulation:
         self._worker_s: dict[Role, float] = dict.fromkeys(_ROLES, 0.0)
         self._timeline: list[Row] = []
         self._more = True
-        for role, pool in zip(_ROLES, (cluster.prefill, cluster.decode), strict=True):
-            for _ in range(0 if cluster.aggregated and role == "prefill" else pool.replicas):
+        sizes = (0 if cluster.aggregated else cluster.prefill.replicas, cluster.decode.replicas)
+        for role, size in zip(_ROLES, sizes, strict=True):
+            for _ in range(size):
                 self._add((role, self._name(role)))
         for change in cluster.changes:
             self.clock.at(change.at, self._change, change)
