@@ -121,7 +121,7 @@ def show(row: Row) -> str:
         f"{row.workload}:",
         f"  closed form {row.closed_form}, {row.closed_form_gpus} GPUs, {holds} ({row.closed_form_s:.1f} s)",
         f"  decided     {row.decided}, {row.decided_gpus} GPUs, {row.simulated} simulated ({row.decided_s:.1f} s)",
-        f"  cheapest    {row.best}, {row.best_gpus} GPUs, of {row.plans} plans ({row.exhaustive_s:.1f} s); ratio {ratio}",
+        f"  cheapest    {row.best}, {row.best_gpus} GPUs, of {row.plans} ({row.exhaustive_s:.1f} s); ratio {ratio}",
     ]
     return "\n".join(lines)
 

@@ -8,7 +8,6 @@ scheduler. Either way tokens come out at the same times (`tests/test_simulator_e
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from ...router.life_messages import Peer
 from .clock import Clock
 from .request import Flight
 from .spec import Cluster
+from .steps import Steps
 from .worker import Front, Worker
 
 _LOOK_S = 1.0
@@ -63,9 +63,8 @@ class DecodeWorker(Worker):
         self._joining: list[_Running] = []
         self._legs: dict[object, Flight] = {}  # waiting or reserved, by key of the leg
         self._context = 0  # tokens that the batch holds
-        self._run: list[SequenceId] | None = None  # of a planned step; None: merged ones of the whole batch
-        self._steps = 0  # of the run
-        self._since = self._first_s = self._more_s = 0.0  # its beginning; its first step; what each one adds
+        self._planned: list[SequenceId] | None = None  # of a planned step; None: merged ones of the whole batch
+        self._run = Steps(0.0, 0, 0.0, 0.0)
         self._version = 0
         self._stepping = self._stalled = False
         self._look_at = 0.0  # at the clocks of those who wait
@@ -100,7 +99,7 @@ class DecodeWorker(Worker):
         if not self._stepping:
             self._turn(self._version)
         elif self._roomy(flight):
-            self.clock.at(self._boundary(), self._admit_within, self._version)
+            self.clock.at(self._run.end(self._run.running(self.clock.now)), self._admit_within, self._version)
         else:
             self._cut()
 
@@ -142,7 +141,7 @@ class DecodeWorker(Worker):
     def lose(self) -> list[tuple[Flight, int | None]]:
         """The worker dies: who was here, with the tokens said if it was in the batch."""
         if self._stepping:
-            self._book(self._steps_done())
+            self._book(self._run.done(self.clock.now))
         self.alive = False
         self._version += 1
         batch = [(running.flight, running.said) for running in (*self._running.values(), *self._joining)]
@@ -155,7 +154,7 @@ class DecodeWorker(Worker):
         if version != self._version or not self.alive:
             return
         if self._stepping:
-            self._book(self._steps)
+            self._book(self._run.count)
             self._stepping = False
         for running in self._joining:
             self._join(running)
@@ -166,7 +165,7 @@ class DecodeWorker(Worker):
         count = len(scheduler)
         self._version += 1
         if not count:
-            self._run, self._stalled = None, False
+            self._planned, self._stalled = None, False
             self._admit()
             self._begin(1, 0)
             return
@@ -174,7 +173,7 @@ class DecodeWorker(Worker):
         free = pool.free
         fits = count * (steps // pool.block_size + 1) <= free or scheduler.growth(steps) <= free
         if fits and self._merge:
-            self._run, self._stalled = None, False
+            self._planned, self._stalled = None, False
             if self._intake.waiting:
                 scheduler.plan(self)  # takes the blocks of the next step, which come before the line
                 self._admit()
@@ -183,7 +182,7 @@ class DecodeWorker(Worker):
         else:
             steps = 1
             plan = scheduler.plan(self)
-            self._run, self._stalled = plan.run, bool(plan.stalled)
+            self._planned, self._stalled = plan.run, bool(plan.stalled)
             self._admit()
             count = len(plan.run)
         self._begin(steps, count)
@@ -196,62 +195,34 @@ class DecodeWorker(Worker):
     def _start(self, steps: int, count: int, more_s: float) -> None:
         """`more_s`: of the first step, for what is computed beside the batch."""
         factor, law = self._factor(), self.law
-        context = self._context if self._run is None else sum(map(self._scheduler.tokens, self._run))
-        self._first_s = factor * (law.a + law.b * count + law.c * (context + count) + more_s)
-        self._more_s = factor * law.c * count
-        self._steps, self._since, self._stepping = steps, self.clock.now, True
-        self.clock.at(self._since + self._seconds(steps), self._turn, self._version)
-
-    def _seconds(self, steps: int) -> float:
-        """That so many steps of the run take."""
-        return steps * (self._first_s + 0.5 * self._more_s * (steps - 1))
-
-    def _steps_done(self) -> int:
-        """Of the run, by now."""
-        done = self._steps_until_now()
-        return done if self._since + self._seconds(done) <= self.clock.now else done - 1
-
-    def _steps_until_now(self) -> int:
-        """The least number of steps whose end has not passed; at least 1."""
-        elapsed, half = self.clock.now - self._since, 0.5 * self._more_s
-        slope = self._first_s - half
-        if half * elapsed > 1e-9 * slope * slope:
-            guess = (math.sqrt(slope * slope + 4 * half * elapsed) - slope) / (2 * half)
-        else:
-            guess = elapsed / slope if slope else 1.0
-        steps = min(max(1, math.ceil(guess)), self._steps)
-        while steps < self._steps and self._seconds(steps) < elapsed:
-            steps += 1
-        while steps > 1 and self._seconds(steps - 1) >= elapsed:
-            steps -= 1
-        return steps
-
-    def _boundary(self) -> float:
-        """When the step that runs ends."""
-        return self._since + self._seconds(self._steps_until_now())
+        context = self._context if self._planned is None else sum(map(self._scheduler.tokens, self._planned))
+        first_s = factor * (law.a + law.b * count + law.c * (context + count) + more_s)
+        self._run = Steps(self.clock.now, steps, first_s, factor * law.c * count)
+        self._stepping = True
+        self.clock.at(self._run.end(steps), self._turn, self._version)
 
     def _cut(self) -> None:
         """The run ends with the step that runs: something is to be decided."""
-        steps = self._steps_until_now()
-        if steps < self._steps:
-            self._steps = steps
+        steps = self._run.running(self.clock.now)
+        if steps < self._run.count:
+            self._run.count = steps
             self._version += 1
-            self.clock.at(self._since + self._seconds(steps), self._turn, self._version)
+            self.clock.at(self._run.end(steps), self._turn, self._version)
 
     def _book(self, steps: int) -> None:
         """So many steps of the run are over."""
         if not steps:
             return
-        seconds = self._seconds(steps)
+        seconds = self._run.seconds(steps)
         self.busy_s += seconds
         self.steps += steps
-        if self._run is None:
+        if self._planned is None:
             count = len(self._scheduler)
             ended = self._scheduler.fast_forward(self, steps)
         else:
-            count = len(self._run)
-            self._scheduler.advance(self._run, steps)
-            sequences = [self._running[name].sequence for name in self._run]
+            count = len(self._planned)
+            self._scheduler.advance(self._planned, steps)
+            sequences = [self._running[name].sequence for name in self._planned]
             ended = [sequence.id for sequence in sequences if sequence.tokens >= sequence.limit]
         self.sequence_s += count * seconds
         self._context += steps * count
@@ -292,10 +263,10 @@ class DecodeWorker(Worker):
     def _roomy(self, flight: Flight) -> bool:
         """Whether the leg gets its blocks at the end of this step whatever the run takes until its own end, so that the
         run need not be cut for it. Where contents matter it is: what is found may be given away meanwhile."""
-        if self._named or self._run is not None or len(self._intake.waiting) > 1:
+        if self._named or self._planned is not None or len(self._intake.waiting) > 1:
             return False
         size = self.pool.block_size
-        most = len(self._scheduler) * (self._steps // size + 1) + blocks_needed(flight.leg, size).total
+        most = len(self._scheduler) * (self._run.count // size + 1) + blocks_needed(flight.leg, size).total
         return most <= self.pool.free
 
     def _admit_within(self, version: int) -> None:

@@ -9,20 +9,18 @@ another decode worker; what was being decoded is computed again, with all that w
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...proto.kv_layout import block_count
 from ...router.drain_rate import DrainRate
-from ...router.gate import LookaheadGate
 from ...router.life_messages import Peer
 from ...router.outstanding import LegId
-from ...router.placement.policy import Choice, Demand
-from ...router.placer import Placer, Site
+from ...router.placement.policy import Demand
 from ...router.prefix_index import Prefix
 from .clock import Clock
 from .decode import DecodeWorker
+from .members import Members
 from .prefill import PrefillWorker
 from .request import Arrival, Flight, WorkerLegKey, again, flight_of
 from .results import Results
@@ -34,15 +32,9 @@ class Router:
     """One router over all workers. Everything that ends is told to `results`."""
 
     def __init__(self, clock: Clock, cluster: Cluster, results: Results, seed: int) -> None:
-        rules = cluster.rules
         self._clock, self._cluster, self._results = clock, cluster, results
-        names = (rules.prefill_placement, rules.decode_placement)
-        self._placer = Placer(names, rules.objectives, rules.prefix_events, random.Random(seed))
-        self._gates: dict[Peer, LookaheadGate] = {}
-        self._prefills: dict[Peer, PrefillWorker] = {}
-        self._decodes: dict[Peer, DecodeWorker] = {}
-        self._sites: dict[str, list[Site]] = {"prefill": [], "decode": []}  # of those that take requests
-        self._watched: list[Worker] = []
+        self._members = Members(cluster, seed)
+        self._placer = self._members.placer
         self._at_gate: dict[LegId, Flight] = {}
         self._unplaced: list[Flight] = []
         self._drain = DrainRate(0.0)
@@ -53,18 +45,7 @@ class Router:
 
     def worker_up(self, worker: Worker) -> None:
         """It takes requests from now on."""
-        site = worker.site(self._cluster.prefill.max_batch_tokens)
-        self._placer.index.worker_up(worker.peer, site.welcome)
-        if self._placer.watches(worker.role):
-            worker.feed.watch(1)
-            self._watched.append(worker)
-        self._sites[worker.role].append(site)
-        if isinstance(worker, PrefillWorker):
-            self._prefills[worker.peer] = worker
-            limit = self._cluster.prefill.lookahead * self._cluster.prefill.max_batch_tokens
-            self._gates[worker.peer] = LookaheadGate(limit)
-        elif isinstance(worker, DecodeWorker):
-            self._decodes[worker.peer] = worker
+        self._members.up(worker)
         waiting, self._unplaced = self._unplaced, []
         for flight in waiting:
             self._place(flight)
@@ -72,24 +53,19 @@ class Router:
     def worker_drains(self, worker: Worker) -> None:
         """It takes no more requests."""
         worker.draining = True
-        self._sites[worker.role] = [site for site in self._sites[worker.role] if site.peer != worker.peer]
+        self._members.closes(worker)
         self._look_if_drained(worker)
 
     def worker_lost(self, worker: Worker) -> None:
         """It died: whom it had goes on elsewhere."""
         peer = worker.peer
-        self._sites[worker.role] = [site for site in self._sites[worker.role] if site.peer != peer]
-        self._placer.index.worker_lost(peer)
-        self._watched = [watched for watched in self._watched if watched is not worker]
-        self._gates.pop(peer, None)
+        self._members.lost(worker)
         if isinstance(worker, PrefillWorker):
-            del self._prefills[peer]
             worker.lose()
             mine = [flight for flight in self.flights.values() if flight.prefill == peer and not flight.joined]
             for flight in sorted(mine, key=lambda flight: flight.number):
                 self._begin_again(flight, flight.generated + (flight.first_at is not None and flight.computed))
         elif isinstance(worker, DecodeWorker):
-            del self._decodes[peer]
             said = {flight.number: count for flight, count in worker.lose()}
             for flight in [flight for flight in self.flights.values() if flight.decode == peer]:
                 count = said.get(flight.number)
@@ -106,7 +82,7 @@ class Router:
         self._placer.over("decode", flight.leg_id)
         flight.ticket = False
         demand, prefix = _demand(flight), Prefix(flight.leg.tokens, "")
-        choice = self._choose("decode", demand, prefix, flight)
+        choice = self._members.choose("decode", demand, prefix)
         if choice is None:
             self._begin_again(flight, flight.generated + flight.computed)
             return
@@ -133,13 +109,13 @@ class Router:
         if flight.number not in self.flights:
             return
         demand, prefix = _demand(flight), Prefix(flight.leg.tokens, "")
-        self._hear()
+        self._members.hear()
         if self._cluster.aggregated:
             self._place_whole(flight, demand, prefix)
             return
-        first = self._choose("prefill", demand, prefix, flight)
+        first = self._members.choose("prefill", demand, prefix)
         needs_decode = flight.leg.remaining > 1
-        second = self._choose("decode", demand, prefix, flight) if first is not None and needs_decode else None
+        second = self._members.choose("decode", demand, prefix) if first is not None and needs_decode else None
         if first is None or (needs_decode and second is None):
             self._unplaced.append(flight)
             return
@@ -154,11 +130,11 @@ class Router:
             flight.decode = second.peer
             self._placer.to_decode(flight.leg_id, second.peer, demand, prefix)
         self._at_gate[flight.leg_id] = flight
-        self._open(self._gates[first.peer].enter(flight.leg_id, demand.tokens, priority=0, tenant=""))
+        self._open(self._members.gates[first.peer].enter(flight.leg_id, demand.tokens, priority=0, tenant=""))
 
     def _place_whole(self, flight: Flight, demand: Demand, prefix: Prefix) -> None:
         """On one worker that does everything; its own line is the only one."""
-        choice = self._choose("decode", demand, prefix, flight)
+        choice = self._members.choose("decode", demand, prefix)
         if choice is None:
             self._unplaced.append(flight)
             return
@@ -178,7 +154,7 @@ class Router:
 
     def _ask(self, leg: LegId) -> None:
         flight = self._current(leg)
-        decode = self._decodes.get(flight.decode) if flight is not None and flight.decode is not None else None
+        decode = self._members.decode(flight.decode) if flight is not None else None
         if flight is not None and decode is not None and not decode.has(flight):
             decode.reserve(flight)
 
@@ -191,7 +167,7 @@ class Router:
 
     def _submit(self, leg: LegId) -> None:
         flight = self._current(leg)
-        prefill = self._prefills.get(flight.prefill) if flight is not None and flight.prefill is not None else None
+        prefill = self._members.prefill(flight.prefill) if flight is not None else None
         if flight is not None and prefill is not None and not flight.submitted:
             flight.submitted = True
             prefill.submit(flight)
@@ -204,7 +180,7 @@ class Router:
         self._later(overheads.message_s, self._prefill_over, (flight.leg_id, flight.prefill))
         if flight.decode is None:
             if flight.prefill is not None:
-                self._prefills[flight.prefill].release(flight.leg.key)
+                self._members.prefills[flight.prefill].release(flight.leg.key)
             self.ended(flight)
         elif flight.ticket:
             self._send_kv(flight, now - flight.begun_at)
@@ -218,7 +194,7 @@ class Router:
     def _prefill_over(self, where: tuple[LegId, Peer | None]) -> None:
         leg, peer = where
         self._placer.over("prefill", leg)
-        gate = self._gates.get(peer) if peer is not None else None
+        gate = self._members.gate(peer)
         if gate is not None:
             self._open(gate.leave(leg))
 
@@ -228,14 +204,14 @@ class Router:
 
     def _arrived(self, leg: LegId) -> None:
         flight = self._current(leg)
-        decode = self._decodes.get(flight.decode) if flight is not None and flight.decode is not None else None
+        decode = self._members.decode(flight.decode) if flight is not None else None
         if flight is not None and decode is not None and flight.ticket:
             decode.arrived(flight)
 
     def committed(self, flight: Flight) -> None:
         """See Front."""
         flight.joined = True
-        prefill = self._prefills.get(flight.prefill) if flight.prefill is not None else None
+        prefill = self._members.prefill(flight.prefill)
         if prefill is not None:
             self._later(2 * self._cluster.overheads.message_s, self._release, (prefill, flight.leg.key))
 
@@ -256,7 +232,7 @@ class Router:
         self._placer.over("prefill", flight.leg_id)
         self._placer.over("decode", flight.leg_id)
         del self.flights[flight.number]
-        if flight.decode is not None and (decode := self._decodes.get(flight.decode)) is not None:
+        if (decode := self._members.decode(flight.decode)) is not None:
             self._look_if_drained(decode)
 
     # ---- what goes wrong -------------------------------------------------------------------------------------------
@@ -299,9 +275,9 @@ class Router:
 
     def _leave_workers(self, flight: Flight) -> None:
         """Nothing of the leg is left at any worker or gate."""
-        if flight.prefill is not None and (prefill := self._prefills.get(flight.prefill)) is not None:
+        if (prefill := self._members.prefill(flight.prefill)) is not None:
             prefill.cancel(flight)
-        if flight.decode is not None and (decode := self._decodes.get(flight.decode)) is not None:
+        if (decode := self._members.decode(flight.decode)) is not None:
             decode.cancel(flight)
         self._at_gate.pop(flight.leg_id, None)
         self._prefill_over((flight.leg_id, flight.prefill))
@@ -319,17 +295,6 @@ class Router:
     def waiting(self) -> int:
         """Requests at the gates, and those for which there is no worker."""
         return len(self._at_gate) + len(self._unplaced)
-
-    def _choose(self, role: str, demand: Demand, prefix: Prefix, flight: Flight) -> Choice | None:
-        return self._placer.choose(
-            role, demand, prefix, self._sites[role], None, prefer=None, avoid=(), may_use_avoided=True
-        )
-
-    def _hear(self) -> None:
-        """What the workers said about their prefix caches since."""
-        for worker in self._watched:
-            for _, event in worker.feed.take():
-                self._placer.index.changed(worker.peer, event.prefixes)
 
     def _fits(self, flight: Flight) -> bool:
         """Whether the workers could run it alone; live ones refuse what they could not."""
