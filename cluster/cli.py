@@ -179,6 +179,7 @@ def plan(
     config: ConfigArgument,
     explain: Annotated[bool, typer.Option("--explain", help="Print the arithmetic of this model and machine.")] = False,
     write: Annotated[Path | None, typer.Option(metavar="OUT.yaml", help="Write a configuration to serve.")] = None,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Play the plans through in the simulator too.")] = False,
     json_: JsonOption = False,
     set_: SetOption = None,
     print_config: PrintOption = False,
@@ -186,7 +187,7 @@ def plan(
     """Find the fewest workers that meet the limits: of each pool, or without disaggregation. Exit 1: there are none."""
     from .planner import command
 
-    raise typer.Exit(command.plan(load_config(config, set_, print_config), explain, write, json_))
+    raise typer.Exit(command.plan(load_config(config, set_, print_config), explain, write, simulate, json_))
 
 
 @app.command(epilog="Example: baton calibrate configs/local.yaml --output my-machine.yaml")
