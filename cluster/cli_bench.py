@@ -123,6 +123,8 @@ def simulate(
         list[str] | None, typer.Option(metavar="POOL=N@TIME[+TIME]", help="A pool changes its size.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    autoscale: Annotated[int | None, typer.Option(min=1, help="Pools follow the load, up to so many.")] = None,
+    start_up: Annotated[str, typer.Option(metavar="TIME", help="Of a worker that --autoscale adds.")] = "60s",
     frontier: Annotated[bool, typer.Option("--frontier", help="Goodput at other rates too.")] = False,
     html: HtmlOption = None,
     json_: JsonOption = False,
@@ -161,5 +163,6 @@ def simulate(
         seed,
     )
     changes = simulation.parse_changes(fail or [], switch or [], scale or [])
-    wanted = simulation.Wanted(load, profile, changes, seed, frontier or html is not None, json_, html)
+    scale_to = (autoscale, seconds("--start-up", start_up) or 0.0) if autoscale is not None else None
+    wanted = simulation.Wanted(load, profile, changes, seed, frontier or html is not None, json_, html, scale_to)
     raise typer.Exit(simulation.run(loaded, wanted))

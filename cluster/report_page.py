@@ -122,6 +122,12 @@ def _timelines(result: Mapping[str, Any]) -> list[str]:
             if key in columns
         ]
         charts.append(chart(f"KV blocks in use, {source}", Axis("s"), Axis("% of the pool", low=0), blocks))
+        sizes = (("prefill_workers", "prefill", "simulated"), ("decode_workers", "decode", "measured"))
+        if any(len(set(columns[key])) > 1 for key, _, _ in sizes):
+            lines = [
+                Series(name, kind, list(zip(at, columns[key], strict=True)), step=True) for key, name, kind in sizes
+            ]
+            charts.append(chart(f"Workers, {source}", Axis("s"), Axis("workers", low=0), lines))
     return charts
 
 

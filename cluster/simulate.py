@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -16,17 +17,20 @@ from rich.table import Table
 from ..proto.errors import ConfigError
 from .config import Config, SLOSection
 from .output import results, say
+from .planner.workload import Distribution
 from .simulator import profile as profiles
+from .simulator.autoscaling import Scaling, scaling
 from .simulator.profile import Profile
 from .simulator.results import SHARES, Limits
-from .simulator.run import Outcome, simulate
-from .simulator.spec import Change, Fail, Scale, Switch
+from .simulator.run import Outcome, Simulation, simulate
+from .simulator.spec import Change, Cluster, Fail, Scale, Switch
 from .simulator.timeline import columns
 from .simulator.traces import Trace
 from .simulator.workload import Load
 from .units import parse_duration
 
 _SAMPLES = 240
+_LOOKED_AT = 2000  # requests, for what a worker can do
 _FRONTIER = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # of the load's own rate
 _FRONTIER_REQUESTS = 2000
 
@@ -42,6 +46,7 @@ class Wanted:
     frontier: bool
     as_json: bool
     html: Path | None
+    autoscale: tuple[int, float] | None = None  # the most workers of a pool, seconds until a new one is ready
 
 
 def slo_limits(slo: SLOSection) -> dict[str, dict[str, float]]:
@@ -76,7 +81,9 @@ def simulated(config: Config, found: Profile, wanted: Wanted) -> dict[str, Any]:
     arrivals = wanted.load.open()
     span = _span(wanted.load)
     cluster = replace(profiles.cluster_of(config, found, max(span / _SAMPLES, 1e-3)), changes=wanted.changes)
-    outcome = simulate(cluster, arrivals.arrivals, seed=wanted.seed, named=arrivals.named)
+    every = None if wanted.autoscale is None else _scaling(cluster, wanted.load, *wanted.autoscale)
+    run = Simulation(cluster, arrivals.arrivals, seed=wanted.seed, named=arrivals.named, every=every)
+    outcome = run.run()
     spent = time.thread_time() - began
     return {
         "kind": "simulation",
@@ -90,6 +97,15 @@ def simulated(config: Config, found: Profile, wanted: Wanted) -> dict[str, Any]:
         "frontier": _frontier(config, found, wanted),
         "run": {"cpu_s": spent, "requests_per_cpu_s": len(outcome.results) / spent if spent else None},
     }
+
+
+def _scaling(cluster: Cluster, load: Load, most: int, start_s: float) -> tuple[float, Scaling]:
+    """By the lengths of the load's first requests."""
+    first = [(a.prompt, a.output) for a in itertools.islice(replace(load, contents=False).open().arrivals, _LOOKED_AT)]
+    if not first:
+        raise ConfigError("--autoscale: there are no requests")
+    prompts, outputs = (Distribution.sampled(lengths) for lengths in zip(*first, strict=True))
+    return scaling(cluster, prompts, outputs, most, start_s)
 
 
 def summarised(outcome: Outcome, limits: Limits) -> dict[str, Any]:

@@ -196,6 +196,17 @@ def test_changes_are_read_as_they_are_written() -> None:
             simulate.parse_changes([wrong], [], [])
 
 
+def test_pools_that_follow_the_load_are_shown(config: Config) -> None:
+    load = Load(config.workload, rate=20.0, shape="gamma", duration_s=200.0)
+    wanted = simulate.Wanted(load, None, (), 1, False, True, None, autoscale=(6, 5.0))
+    result = simulate.simulated(config, PROFILE, wanted)
+    assert max(result["timeline"]["simulated"]["prefill_workers"]) > 1
+    assert "Workers, simulated" in page(result)
+    still = simulate.simulated(config, PROFILE, replace(wanted, autoscale=None))
+    assert result["simulated"]["ttft_s"]["p50"] < 0.5 * still["simulated"]["ttft_s"]["p50"]
+    assert "Workers, simulated" not in page(still)
+
+
 def test_a_chart_has_round_ticks_and_says_when_it_has_nothing() -> None:
     line = Series("a <b>", "measured", [(0.0, 0.0), (10.0, 42.0), (float("nan"), 1.0)])
     text = chart("title", Axis("x"), Axis("y"), [line])

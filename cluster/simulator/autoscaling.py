@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
-from ..autoscaler import ROLES, Autoscaler, Role
+from ..autoscaler import ROLES, Autoscaler, Bounds, Role, decode_capacity
+from ..planner.workload import Distribution
 from .run import Simulation
+from .spec import Cluster
+
+_USE = 0.7  # of a worker's capacity
+_LOOK_S, _PATIENCE_S = 10.0, 60.0
+
+
+def scaling(
+    cluster: Cluster, prompts: Distribution, outputs: Distribution, most: int, start_s: float
+) -> tuple[float, Scaling]:
+    """For `Simulation(every=...)`: pools of one to `most` workers, by what such requests let a worker do.
+
+    Raises ConfigError where one request alone misses the objective of TPOT.
+    """
+    prompt, law = prompts.mean, cluster.prefill.law
+    context = prompt + outputs.mean / 2
+    batch = max(1, min(cluster.decode.max_sequences, int(cluster.decode.blocks * cluster.block_size / context)))
+    capacity: dict[Role, float] = {
+        "prefill": prompt / law.seconds((1.0, prompt, prompts.square)),
+        "decode": decode_capacity(cluster.decode.law, context, batch, cluster.rules.objectives.tpot_s),
+    }
+    bounds = {role: Bounds(1, most, _USE, capacity[role]) for role in ROLES}
+    return _LOOK_S, Scaling(Autoscaler(bounds, _PATIENCE_S), _LOOK_S, start_s)
 
 
 class Scaling:
