@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 
+from ...decode_worker.intake import Waiting
+from ...decode_worker.scheduler import SequenceId
 from ...prefill_worker.scheduler import Chunk, PrefillScheduler
 from ...proto.step_time import prefill_features
 from ...router.life_messages import Peer
 from .clock import Clock
 from .decode import DecodeWorker
-from .request import Flight
+from .request import Flight, leg_of
 from .spec import Cluster
 from .worker import Front
 
@@ -47,6 +49,19 @@ class AggregatedWorker(DecodeWorker):
 
     def _roomy(self, flight: Flight) -> bool:
         return False  # who is let in is computed in the next step, which is a different one then
+
+    def preempt(self, sequence: SequenceId) -> None:
+        """Take back the blocks; the sequence is the first in the line here, with all that it has said."""
+        running = self._running.pop(sequence)
+        flight, said = running.flight, running.said
+        self._context -= running.sequence.tokens
+        self.pool.release(running.table)
+        self.preemptions += 1
+        self.front.resumed(flight)
+        flight.attempt, flight.generated = flight.attempt + 1, said
+        leg = flight.leg = leg_of(flight.number, flight.attempt, flight.arrival, said, flight.leg.deadline)
+        self._legs[leg.key] = flight
+        self._intake.waiting = {leg.key: Waiting(leg, 0, self.clock.now), **self._intake.waiting}
 
     def _begin(self, steps: int, count: int) -> None:
         self._chunks = self._prompts.plan()

@@ -249,6 +249,11 @@ class Router:
             self._rebook(flight)
             self._reserve(flight)
 
+    def resumed(self, flight: Flight) -> None:
+        """See Front."""
+        self._results.preemptions += 1
+        flight.joined = False
+
     def preempted(self, flight: Flight, generated: int) -> None:
         """See Front: placed again, which is no retry."""
         self._results.preemptions += 1

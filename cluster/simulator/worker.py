@@ -40,6 +40,10 @@ class Front(Protocol):
         """All KV is at the decode worker."""
         ...
 
+    def resumed(self, flight: Flight) -> None:
+        """A worker of an aggregated pool took back its blocks, and goes on with it later by itself."""
+        ...
+
     def preempted(self, flight: Flight, generated: int) -> None:
         """It lost its blocks there, with so many tokens said."""
         ...
