@@ -16,7 +16,7 @@ from .planner.costs import CostModel
 from .planner.estimate import Latency
 from .planner.plans import Plan
 from .planner.setup import site
-from .planner.workload import from_requests, slo_of
+from .planner.workload import Workload, from_requests, slo_of
 from .simulator.profile import Profile
 from .simulator.request import Arrival
 
@@ -29,8 +29,8 @@ def planned(config: Config, profile: Profile, arrivals: Sequence[Arrival]) -> di
     requests = [(arrival.at, arrival.prompt, arrival.output) for arrival in arrivals]
     try:
         workload = from_requests(requests, 0.0, "the recorded requests")
-        found = site(config)
-        costs = [_with_laws(config, found.cost(role), profile, role) for role in ("prefill", "decode")]
+        found, laws = site(config), _shared(profile, workload)
+        costs = [_with_laws(config, found.cost(role), laws, role) for role in ("prefill", "decode")]
         replicas = (config.pools.prefill.replicas, config.pools.decode.replicas)
         plan = Plan("disaggregated", costs[0], costs[1], replicas, workload, slo_of(config))
     except ConfigError:
@@ -48,6 +48,15 @@ def planned(config: Config, profile: Profile, arrivals: Sequence[Arrival]) -> di
             "goodput_per_s": workload.rate * plan.attained if stable else None,
         },
     }
+
+
+def _shared(profile: Profile, workload: Workload) -> Profile:
+    """The laws where each pool is slowed by the other's share of the time: that of its prompts at a prefill worker, and
+    at a decode worker that in which its batch, of a Poisson number of sequences, is not empty."""
+    prompt, output = workload.prompt, workload.output
+    prefill_busy = workload.rate * profile.prefill.seconds((1.0, prompt.mean, prompt.square))
+    batch = workload.rate * output.mean * profile.decode.seconds((1.0, 1.0, prompt.mean + output.mean / 2))
+    return profile.shared(min(1.0, prefill_busy), 1 - math.exp(-batch))
 
 
 def _with_laws(config: Config, cost: CostModel, profile: Profile, role: str) -> CostModel:

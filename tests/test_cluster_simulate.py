@@ -18,6 +18,7 @@ from baton.cluster.charts import Axis, Series, chart
 from baton.cluster.comparison import comparison
 from baton.cluster.config import Config
 from baton.cluster.config_load import load as load_config
+from baton.cluster.planned import planned
 from baton.cluster.report_page import page
 from baton.cluster.simulator import profile as profiles
 from baton.cluster.simulator.measure import between, differ
@@ -149,6 +150,19 @@ def test_what_the_profile_describes_exactly_is_simulated_without_error(config: C
     assert error is not None
     assert error > 5
     assert "planned error" in page(beside)
+
+
+def test_the_planners_word_uses_the_laws_that_were_measured(config: Config) -> None:
+    named = config.model_copy(update={"hardware": "cpu"})
+    assert planned(config, PROFILE, recorded(samples())) is None  # no hardware is named
+    calm = planned(named, PROFILE, recorded(samples()))
+    slow = planned(named, replace(PROFILE, decode_slowed=1.5, prefill_slowed=1.5), recorded(samples()))
+    assert calm is not None
+    assert slow is not None
+    measured = compare(config, PROFILE, samples(), None, {"workload": "", "notes": []}, calm)["measured"]
+    assert calm["tpot_s"]["p50"] == pytest.approx(measured["tpot_s"]["p50"], rel=0.1)
+    assert calm["ttft_s"]["p50"] == pytest.approx(measured["ttft_s"]["p50"], rel=0.1)
+    assert slow["ttft_s"]["p50"] > calm["ttft_s"]["p50"]
 
 
 def test_a_record_is_a_trace_of_the_very_requests(tmp_path: Path) -> None:
