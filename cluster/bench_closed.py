@@ -16,7 +16,8 @@ from .bench_compare import compare, recorded, with_blocks, write_record
 from .bench_plan import Plan
 from .bench_stats import Sample, summarise
 from .bench_watch import Watch, watching
-from .client import Client
+from ..client.api import Client
+from ..client.retry import Retry
 from .comparison import SOURCES, comparison
 from .config import Config, WorkloadSection
 from .deployment import Deployment, running
@@ -78,7 +79,7 @@ def load_of(plan: Plan, workload: WorkloadSection) -> dict[str, Any]:
 async def loaded(deployment: Deployment, workload: WorkloadSection, plan: Plan) -> tuple[list[Sample], Watch]:
     """Load a running cluster and watch it."""
     grpc, http = deployment.endpoints["grpc"], deployment.endpoints["http"]
-    async with Client(grpc) as client, watching(http, _WATCH_S) as watch:
+    async with Client(grpc, retry=Retry(attempts=1)) as client, watching(http, _WATCH_S) as watch:
         samples = await run_load(client, workload, plan)
     return samples, watch
 
@@ -87,7 +88,7 @@ async def calibrate(config: Config, deployment: Deployment) -> Profile:
     """The profile of a cluster that does nothing else meanwhile."""
     async with watching(deployment.endpoints["http"], 3600.0) as watch:
         pass
-    async with Client(deployment.endpoints["grpc"]) as client:
+    async with Client(deployment.endpoints["grpc"], retry=Retry(attempts=1)) as client:
         models = await client.models()
         limits = Limits(
             models[0].max_model_len,

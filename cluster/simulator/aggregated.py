@@ -10,7 +10,7 @@ import random
 
 from ...decode_worker.intake import Waiting
 from ...decode_worker.scheduler import SequenceId
-from ...prefill_worker.scheduler import Chunk, PrefillScheduler
+from ...engine.prefill_scheduler import Chunk, PrefillScheduler
 from ...proto.step_time import prefill_features
 from ...router.life_messages import Peer
 from .clock import Clock

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from ...proto import baton_pb2 as api
 from ...proto.errors import InternalError
 from ...proto.step_time import Features, StepTime, StepTimeFit
-from ..client import Client, Completion
+from ...client.api import Client
+from ...client.completion import Completion
 from .profile import Profile
 from .spec import LayeredTransfer, Overheads
 

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from ...prefill_worker.scheduler import Chunk, PrefillScheduler
+from ...engine.prefill_scheduler import Chunk, PrefillScheduler
 from ...proto.kv_layout import block_count
 from ...proto.leg import LegKey
 from ...proto.step_time import prefill_features
