@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..client.api import Client
+from ..client.retry import Retry
 from .bench import load_fields, print_table, run_load
 from .bench_compare import compare, recorded, with_blocks, write_record
 from .bench_plan import Plan
 from .bench_stats import Sample, summarise
 from .bench_watch import Watch, watching
-from ..client.api import Client
-from ..client.retry import Retry
 from .comparison import SOURCES, comparison
 from .config import Config, WorkloadSection
 from .deployment import Deployment, running

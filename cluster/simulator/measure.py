@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...client.api import Client
+from ...client.completion import Completion
 from ...proto import baton_pb2 as api
 from ...proto.errors import InternalError
 from ...proto.step_time import Features, StepTime, StepTimeFit
-from ...client.api import Client
-from ...client.completion import Completion
 from .profile import Profile
 from .spec import LayeredTransfer, Overheads
 
