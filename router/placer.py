@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ..proto import worker_pb2 as pb
@@ -74,7 +73,7 @@ class Placer:
             ways = self.rates.distances(source.host, [site.host for site in sites])
         candidates = Candidates(
             len(sites),
-            lambda place: self._candidate(role, sites[place], prefix, ways[place] if ways else 1.0),
+            lambda place: self._candidate(role, sites[place], prefix, ways[place] if ways else 1.0, policy.uses_laws),
             lambda: loads.all_tokens(site.peer for site in sites),
         )
         return choose(
@@ -95,7 +94,7 @@ class Placer:
         away, there = self._candidate("prefill", prefill, prefix, 1.0), self._candidate("decode", decode, prefix, 1.0)
         law = decode.load.prefill_time
         known = StepTime(law.a, law.b, law.c) if decode.load.HasField("prefill_time") else None
-        here = replace(self._candidate("prefill", decode, prefix, 1.0), law=known)
+        here = self._candidate("prefill", decode, prefix, 1.0)._replace(law=known)
         return self.on_decode(demand, away, there, here, late_s, self._tpot_s)
 
     def to_prefill(self, leg: LegId, peer: Peer, demand: Demand, prefix: Prefix) -> None:
@@ -113,9 +112,10 @@ class Placer:
         """The leg occupies its worker of that pool no more."""
         self._loads[role].remove(leg)
 
-    def _candidate(self, role: str, site: Site, prefix: Prefix, distance: float) -> Candidate:
-        policy, loads, law = self._policies[role], self._loads[role], None
-        if policy.uses_laws and site.load.HasField("step_time"):
+    def _candidate(self, role: str, site: Site, prefix: Prefix, distance: float, laws: bool = True) -> Candidate:
+        """`laws`: whether somebody looks at the law, which takes time to read."""
+        loads, law = self._loads[role], None
+        if laws and site.load.HasField("step_time"):
             law = StepTime(site.load.step_time.a, site.load.step_time.b, site.load.step_time.c)
         return Candidate(
             site.peer,
