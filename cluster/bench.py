@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 import sys
 import time
@@ -21,22 +20,17 @@ from ..proto import baton_pb2 as api
 from ..proto.errors import BatonError
 from .bench_plan import Plan
 from .bench_stats import Sample, summarise
-from .config import Config, Lengths, SLOSection, WorkloadSection
+from .config import Config, SLOSection, WorkloadSection
 from .deployment import running
 from .model_check import ModelFacts
 from .output import results, say
 from .progress import StartProgress
+from .simulate import slo_limits
+from .simulator.request import Arrival
+from .simulator.synthetic import length
 
 _IDS = range(32, 256)  # synthetic prompts: every vocabulary has these, and they are nobody's end of sequence
 _COUNTED_S = 0.5
-
-
-def length(lengths: Lengths, rng: random.Random) -> int:
-    """One draw, at least 1."""
-    if lengths.cv == 0:
-        return max(1, round(lengths.mean))
-    variance = math.log(1 + lengths.cv**2)
-    return max(1, round(rng.lognormvariate(math.log(lengths.mean) - variance / 2, math.sqrt(variance))))
 
 
 def make_requests(workload: WorkloadSection, count: int, seed: int, context: int) -> list[api.GenerateRequest]:
@@ -48,6 +42,23 @@ def make_requests(workload: WorkloadSection, count: int, seed: int, context: int
         prompt = min(length(workload.prompt_tokens, rng), context - output)
         ids = api.TokenIds(ids=rng.choices(_IDS, k=prompt))
         requests.append(api.GenerateRequest(token_ids=ids, max_tokens=output, ignore_eos=True, temperature=0))
+    return requests
+
+
+def replayed_requests(recorded: Sequence[Arrival], seed: int, context: int) -> list[api.GenerateRequest]:
+    """As long as recorded, cut to fit the model's context; prompts share beginnings where the trace says so."""
+    rng = random.Random(seed)
+    requests = []
+    for arrival in recorded:
+        output = min(arrival.output, context - 1)
+        prompt = min(arrival.prompt, context - output)
+        if arrival.contents is None:
+            ids = rng.choices(_IDS, k=prompt)
+        else:
+            ids = [_IDS[(40503 * value + 7919 * place) % len(_IDS)] for place, value in enumerate(arrival.contents)]
+        request = api.GenerateRequest(max_tokens=output, ignore_eos=True, temperature=0)
+        request.token_ids.ids.extend(ids[:prompt])
+        requests.append(request)
     return requests
 
 
@@ -69,19 +80,35 @@ async def _one(client: Client, request: api.GenerateRequest, sent_s: float, warm
             done.take(message, time.monotonic())
     except BatonError as failed:
         error = failed.code
-    return Sample(sent_s, time.monotonic(), tuple(done.arrivals), len(request.token_ids.ids), error, warm_up)
+    timing = done.timing
+    return Sample(
+        sent_s,
+        time.monotonic(),
+        tuple(done.arrivals),
+        len(request.token_ids.ids),
+        error,
+        warm_up,
+        request.max_tokens,
+        timing.commit_s if timing is not None and timing.decode_worker else None,
+    )
 
 
 async def run_load(client: Client, workload: WorkloadSection, plan: Plan) -> list[Sample]:
     """Send everything and wait for all answers. Raises BatonError when the service does not answer at all."""
     models = await client.models()
-    count = plan.warm_up + plan.requests
-    requests = make_requests(workload, count, plan.seed, models[0].max_model_len)
+    context = models[0].max_model_len
+    if plan.recorded is not None:
+        requests = replayed_requests(plan.recorded, plan.seed, context)
+    else:
+        requests = make_requests(workload, plan.warm_up + plan.requests, plan.seed, context)
+    count = len(requests)
     samples: list[Sample] = []
     counter = asyncio.create_task(_count(samples, count))
     try:
-        if plan.rate is not None:
-            await _open_loop(client, requests, plan, plan.rate, samples)
+        if plan.recorded is not None:
+            await _open_loop(client, requests, plan, [arrival.at for arrival in plan.recorded], samples)
+        elif plan.rate is not None:
+            await _open_loop(client, requests, plan, arrivals(plan.rate, count, plan.seed), samples)
         else:
             await _closed_loop(client, requests, plan, samples)
     finally:
@@ -90,7 +117,7 @@ async def run_load(client: Client, workload: WorkloadSection, plan: Plan) -> lis
 
 
 async def _open_loop(
-    client: Client, requests: Sequence[api.GenerateRequest], plan: Plan, rate: float, samples: list[Sample]
+    client: Client, requests: Sequence[api.GenerateRequest], plan: Plan, times: Sequence[float], samples: list[Sample]
 ) -> None:
     start = time.monotonic()
 
@@ -99,7 +126,7 @@ async def _open_loop(
         samples.append(await _one(client, requests[number], start + at, number < plan.warm_up))
 
     async with asyncio.TaskGroup() as group:
-        for number, at in enumerate(arrivals(rate, len(requests), plan.seed)):
+        for number, at in enumerate(times):
             group.create_task(one(number, at))
 
 
@@ -125,13 +152,6 @@ async def _count(samples: list[Sample], total: int) -> None:
         await asyncio.sleep(_COUNTED_S)
 
 
-def slo_limits(slo: SLOSection) -> dict[str, dict[str, float]]:
-    """The limits that are set."""
-    sections = (("ttft", slo.ttft), ("tpot", slo.tpot))
-    limits = {metric: section.model_dump(exclude_none=True) for metric, section in sections}
-    return {metric: values for metric, values in limits.items() if values}
-
-
 async def with_cluster(config: Config, facts: ModelFacts, workload: WorkloadSection, plan: Plan, as_json: bool) -> int:
     """Start a cluster for the benchmark."""
     progress = StartProgress(verbose=False)
@@ -145,7 +165,7 @@ async def with_address(address: str, slo: SLOSection, workload: WorkloadSection,
     """Load a running router. Returns 1 when no measured request was answered."""
     async with Client(address, retry=Retry(attempts=1)) as client:
         samples = await run_load(client, workload, plan)
-    result = {"load": _load_fields(plan, workload), **summarise(samples, slo_limits(slo))}
+    result = {"load": load_fields(plan, workload), **summarise(samples, slo_limits(slo))}
     if as_json:
         say(json.dumps(result))
     else:
@@ -154,9 +174,16 @@ async def with_address(address: str, slo: SLOSection, workload: WorkloadSection,
     return 0 if result["requests"]["completed"] else 1
 
 
-def _load_fields(plan: Plan, workload: WorkloadSection) -> dict[str, Any]:
+def _words(plan: Plan) -> str:
+    if plan.recorded is not None:
+        return f"{len(plan.recorded)} recorded requests"
+    return f"{plan.concurrency} at a time" if plan.rate is None else f"poisson {plan.rate:g}/s"
+
+
+def load_fields(plan: Plan, workload: WorkloadSection) -> dict[str, Any]:
     return {
-        "mode": "closed loop" if plan.rate is None else "open loop",
+        "mode": "closed loop" if plan.rate is None and plan.recorded is None else "open loop",
+        "workload": _words(plan),
         "rate_per_s": plan.rate,
         "concurrency": plan.concurrency,
         "seed": plan.seed,

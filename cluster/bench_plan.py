@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..proto.errors import ConfigError
 from .config import Config, Lengths, WorkloadSection
+from .simulator.request import Arrival
+from .simulator.workload import Load
 from .units import parse_rate
 
 _OPEN_LOOP_WARM_UP = 4
@@ -20,6 +23,7 @@ class Plan:
     rate: float | None
     concurrency: int | None
     seed: int
+    recorded: tuple[Arrival, ...] | None = None  # an open loop of these instead of Poisson arrivals
 
 
 def workload(config: Config | None, prompt_tokens: int | None, output_tokens: int | None) -> WorkloadSection:
@@ -41,12 +45,33 @@ def plan(
         raise ConfigError("give --rate (open loop) or --concurrency (closed loop), not both")
     if concurrency is not None:
         return Plan(requests, concurrency if warm_up is None else warm_up, None, concurrency, seed)
-    per_second = section.rate
-    if rate is not None:
-        try:
-            per_second = float(rate) if rate.replace(".", "", 1).isdigit() else parse_rate(rate)
-        except ValueError as error:
-            raise ConfigError(f"--rate: {rate}: {error}") from None
-    if per_second <= 0:
-        raise ConfigError("--rate: must be more than 0")
-    return Plan(requests, _OPEN_LOOP_WARM_UP if warm_up is None else warm_up, per_second, None, seed)
+    chosen = section.rate if rate is None else per_second("--rate", rate)
+    return Plan(requests, _OPEN_LOOP_WARM_UP if warm_up is None else warm_up, chosen, None, seed)
+
+
+def replay(
+    section: WorkloadSection,
+    trace: Path,
+    window: tuple[float, float | None],
+    speed: float,
+    requests: int,
+    warm_up: int,
+    seed: int,
+) -> Plan:
+    """The requests of a trace, from `window`'s first second on and for as long as its second one says."""
+    load = Load(section, trace, requests=requests, start_s=window[0], duration_s=window[1], speed=speed, seed=seed)
+    recorded = tuple(load.open().arrivals)
+    if len(recorded) <= warm_up:
+        raise ConfigError(f"--trace: {trace}: there are {len(recorded)} requests in that window")
+    return Plan(len(recorded) - warm_up, warm_up, None, None, seed, recorded)
+
+
+def per_second(option: str, text: str) -> float:
+    """A rate such as 2/s, 30/min or plain 2, more than 0. Raises ConfigError."""
+    try:
+        rate = float(text) if text.replace(".", "", 1).isdigit() else parse_rate(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {text}: {error}") from None
+    if rate <= 0:
+        raise ConfigError(f"{option}: must be more than 0")
+    return rate

@@ -25,6 +25,8 @@ class Sample:
     prompt_tokens: int
     error: str  # its code; "" for success
     warm_up: bool
+    asked: int = 0  # output tokens at most
+    exposed_s: float | None = None  # from the end of the prompt's computing to its KV at the decode worker
 
     @property
     def tokens(self) -> int:

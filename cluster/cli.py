@@ -15,6 +15,7 @@ import typer
 
 from ..proto import failpoints
 from ..proto.errors import BatonError, ConfigError
+from .cli_bench import bench, simulate
 from .cli_jobs import batch, chat
 from .cli_options import (
     DEFAULT_ADMIN,
@@ -149,6 +150,10 @@ app.command(
     epilog="Examples: baton chat configs/local.yaml --local ; baton chat --address 127.0.0.1:50051 ; "
     "echo 'What is the capital of France?' | baton chat configs/local.yaml --local --temperature 0"
 )(chat)
+app.command(
+    epilog="Examples: baton simulate configs/local.yaml --html report.html ; "
+    "baton simulate configs/local.yaml --trace trace.jsonl --speed 2 --fail decode-0@30s+20s"
+)(simulate)
 
 
 @app.command(epilog="Example: baton doctor configs/local.yaml")
@@ -174,6 +179,7 @@ def plan(
     config: ConfigArgument,
     explain: Annotated[bool, typer.Option("--explain", help="Print the arithmetic of this model and machine.")] = False,
     write: Annotated[Path | None, typer.Option(metavar="OUT.yaml", help="Write a configuration to serve.")] = None,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Play the plans through in the simulator too.")] = False,
     json_: JsonOption = False,
     set_: SetOption = None,
     print_config: PrintOption = False,
@@ -181,7 +187,7 @@ def plan(
     """Find the fewest workers that meet the limits: of each pool, or without disaggregation. Exit 1: there are none."""
     from .planner import command
 
-    raise typer.Exit(command.plan(load_config(config, set_, print_config), explain, write, json_))
+    raise typer.Exit(command.plan(load_config(config, set_, print_config), explain, write, simulate, json_))
 
 
 @app.command(epilog="Example: baton calibrate configs/local.yaml --output my-machine.yaml")
@@ -209,42 +215,10 @@ def explain(
     raise typer.Exit(command.explain(topic, model))
 
 
-@app.command(epilog="Example: baton bench --config configs/local.yaml --concurrency 8 --json")
-def bench(
-    config: ConfigOption = None,
-    address: AddressOption = None,
-    rate: Annotated[str | None, typer.Option(metavar="RATE", help="Poisson arrivals, such as 2/s (open loop).")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at a time (closed loop).")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Measured requests.")] = 64,
-    warm_up: Annotated[int | None, typer.Option(min=0, help="Requests before; default: 4 or --concurrency.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the workload's.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the workload's.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    json_: JsonOption = False,
-    set_: SetOption = None,
-    print_config: PrintOption = False,
-) -> None:
-    """Measure TTFT, TPOT, ITL and throughput under the configuration's workload."""
-    from . import bench_plan, driver
-
-    one_target(config, address, set_, print_config)
-    loaded = load_config(config, set_, print_config) if config is not None else None
-    workload = bench_plan.workload(loaded, prompt_tokens, output_tokens)
-    plan = bench_plan.plan(workload, rate, concurrency, requests, warm_up, seed)
-    if loaded is None:
-        from .bench import with_address
-        from .config import SLOSection
-
-        raise typer.Exit(driver.run(with_address(address or "", SLOSection(), workload, plan, json_)))
-    from .model_check import check_model
-
-    facts = check_model(loaded)
-    code = driver.supervise_if_needed()
-    if code is None:
-        from .bench import with_cluster
-
-        code = driver.run(with_cluster(loaded, facts, workload, plan, json_))
-    raise typer.Exit(code)
+app.command(
+    epilog="Examples: baton bench --config configs/local.yaml --concurrency 8 --json ; "
+    "baton bench --config configs/local.yaml --rate 2/s --compare --html report.html"
+)(bench)
 
 
 @app.command(epilog="Example: baton status --address 127.0.0.1:50052")

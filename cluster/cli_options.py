@@ -67,3 +67,13 @@ def warn(warnings: tuple[str, ...]) -> None:
     """Say what works but costs."""
     for warning in warnings:
         print(f"baton: warning: {warning}", file=sys.stderr)
+
+
+def seconds(option: str, text: str | None) -> float | None:
+    """A duration such as 250ms or 2h. Raises ConfigError."""
+    from .units import parse_duration
+
+    try:
+        return None if text is None else parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {text}: {error}") from None

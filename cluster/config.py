@@ -276,6 +276,7 @@ class WorkloadSection(Section):
     rate: Rate = 2.0
     prompt_tokens: Lengths = Lengths(mean=512)
     output_tokens: Lengths = Lengths(mean=128)
+    trace: Text | None = None  # for `plan`: a recorded load instead; relative to the configuration's folder
     prefix_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of prompt tokens that a prefix cache holds
     peak: Annotated[float, Field(ge=1, le=100)] = 1.0  # the busiest five minutes' load / the mean
 

@@ -136,6 +136,29 @@ class DecodeScheduler:
             if (sequence := self._batch.get(name)) is not None:
                 sequence.tokens += steps
 
+    def growth(self, steps: int) -> int:
+        """Blocks that the whole batch takes in its next `steps` steps, if it gets them."""
+        size = self._block_size
+        return sum(max(0, -(-(s.tokens + steps) // size) - s.blocks) for s in self._batch.values())
+
+    def fast_forward(self, blocks: Blocks, steps: int) -> list[SequenceId]:
+        """What `plan` and `advance` of all by turns, `steps` times, come to where `growth(steps)` blocks are free and
+        nobody passes its limit. Returns the sequences that have reached it, in batch order."""
+        size = self._block_size
+        ended: list[SequenceId] = []
+        for sequence in self._batch.values():
+            sequence.tokens = tokens = sequence.tokens + steps
+            while tokens > sequence.blocks * size:
+                blocks.grow(sequence.id)
+                sequence.blocks += 1
+            if tokens >= sequence.limit:
+                ended.append(sequence.id)
+        return ended
+
+    def steps_to_end(self) -> int:
+        """Steps of the whole batch until the first sequence is at its limit; 0 for an empty batch."""
+        return min([s.limit - s.tokens for s in self._batch.values()], default=0)
+
     def steps_until_event(self) -> int:
         """Steps that can be merged into one `advance`: until a sequence ends or needs a block; 0 for an empty batch."""
         counts = [

@@ -74,6 +74,10 @@ class StepTimeFit:
         """As of some steps ago; None: too few were seen."""
         return self._law
 
+    def solved(self) -> StepTime | None:
+        """As of now, however few were seen; None: none was."""
+        return self._solution() if self._steps else None
+
     def _solution(self) -> StepTime:
         best, least = (0.0, 0.0, 0.0), 0.0  # the error, less a constant, of all coefficients 0
         for size in (1, 2, 3):

@@ -14,6 +14,7 @@ tenant, the order of arrival.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from typing import NamedTuple
 
 from .outstanding import LegId
@@ -39,6 +40,7 @@ class LookaheadGate:
         self._now = 0.0  # virtual time: the latest start of a leg that was let through
         self._ends: dict[str, float] = {}  # virtual, of each tenant's last leg; only those to come
         self._waiting: dict[LegId, _Entry] = {}
+        self._order: list[tuple[_Turn, LegId]] = []  # of those that wait; no two have the same turn
         self._through: dict[LegId, _Entry] = {}
 
     def enter(self, leg: LegId, tokens: int, *, priority: int, tenant: str, weight: float = 1.0) -> list[LegId]:
@@ -46,26 +48,50 @@ class LookaheadGate:
         self._arrivals += 1
         start = self._ends.get(tenant, self._now)
         self._ends[tenant] = start + tokens / weight
-        self._waiting[leg] = _Entry(_Turn(priority, start, self._arrivals), tokens)
-        return self._open()
+        entry = _Entry(_Turn(priority, start, self._arrivals), tokens)
+        opened = [leg] if self._may_pass(entry, *self._bounds()) else []
+        if opened:  # of the others nobody may: nothing has changed for them
+            self._let_through(leg, entry)
+        else:
+            self._waiting[leg] = entry
+            insort(self._order, (entry.turn, leg))
+        self._forget_ended()
+        return opened
 
     def leave(self, leg: LegId) -> list[LegId]:
         """Removes a leg that was prefilled or given up; returns those that are let through now."""
-        self._waiting.pop(leg, None)
-        self._through.pop(leg, None)
-        return self._open()
+        waiting = self._waiting.pop(leg, None)
+        if waiting is not None:
+            del self._order[bisect_left(self._order, (waiting.turn, leg))]
+        opened = self._open() if self._through.pop(leg, None) is not None else []
+        self._forget_ended()
+        return opened
 
     def _open(self) -> list[LegId]:
         opened: list[LegId] = []
         too_long, first = self._bounds()
-        for leg, entry in sorted(self._waiting.items(), key=lambda item: item[1].turn):
-            if entry.tokens < too_long or first is None or entry.turn < first:
-                self._through[leg] = self._waiting.pop(leg)
-                self._now = max(self._now, entry.turn.start)
+        for _, leg in self._order:
+            entry = self._waiting[leg]
+            if self._may_pass(entry, too_long, first):
+                self._let_through(leg, entry)
                 opened.append(leg)
                 too_long, first = self._bounds()
-        self._ends = {tenant: end for tenant, end in self._ends.items() if end > self._now}
+        if opened:
+            for leg in opened:
+                del self._waiting[leg]
+            self._order = [place for place in self._order if place[1] in self._waiting]
         return opened
+
+    @staticmethod
+    def _may_pass(entry: _Entry, too_long: float, first: _Turn | None) -> bool:
+        return entry.tokens < too_long or first is None or entry.turn < first
+
+    def _let_through(self, leg: LegId, entry: _Entry) -> None:
+        self._through[leg] = entry
+        self._now = max(self._now, entry.turn.start)
+
+    def _forget_ended(self) -> None:
+        self._ends = {tenant: end for tenant, end in self._ends.items() if end > self._now}
 
     def _bounds(self) -> tuple[float, _Turn | None]:
         """(the least length that has more than the limit before it, the first turn of a leg let through)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from .life_messages import LegKey, Peer
@@ -65,6 +65,11 @@ class Outstanding:
     def tokens(self, peer: Peer) -> int:
         """Tokens outstanding at `peer`."""
         return self._tokens.get(peer, 0)
+
+    def all_tokens(self, peers: Iterable[Peer]) -> list[int]:
+        """Tokens outstanding at each of them."""
+        get = self._tokens.get
+        return [get(peer, 0) for peer in peers]
 
     def works(self, peer: Peer) -> Collection[Work]:
         """Of each leg at `peer`."""

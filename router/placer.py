@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ..proto import worker_pb2 as pb
@@ -13,7 +12,7 @@ from .life_messages import Peer
 from .outstanding import LegId, Outstanding, Work
 from .placement.choose import DECODE, PREFILL, Objectives, choose
 from .placement.disaggregation import ALWAYS, POLICIES
-from .placement.policy import Candidate, Choice, Demand, Policy
+from .placement.policy import Candidate, Candidates, Choice, Demand, Policy
 from .prefix_index import Prefix, PrefixIndex
 from .transfer_rates import TransferRates
 
@@ -68,11 +67,19 @@ class Placer:
         may_use_avoided: bool,
     ) -> Choice | None:
         """The worker for a leg, whose KV comes from `source` (for a decode worker); None when there is none."""
-        distances = self.rates.distances(source.host, [site.host for site in sites]) if source else [1.0] * len(sites)
+        policy, loads = self._policies[role], self._loads[role]
+        ways: list[float] = []
+        if source is not None and policy.uses_distances:
+            ways = self.rates.distances(source.host, [site.host for site in sites])
+        candidates = Candidates(
+            len(sites),
+            lambda place: self._candidate(role, sites[place], prefix, ways[place] if ways else 1.0, policy.uses_laws),
+            lambda: loads.all_tokens(site.peer for site in sites),
+        )
         return choose(
-            self._policies[role],
+            policy,
             demand,
-            [self._candidate(role, site, prefix, distance) for site, distance in zip(sites, distances, strict=True)],
+            candidates,
             self._rng,
             prefer=prefer,
             avoid=avoid,
@@ -87,7 +94,7 @@ class Placer:
         away, there = self._candidate("prefill", prefill, prefix, 1.0), self._candidate("decode", decode, prefix, 1.0)
         law = decode.load.prefill_time
         known = StepTime(law.a, law.b, law.c) if decode.load.HasField("prefill_time") else None
-        here = replace(self._candidate("prefill", decode, prefix, 1.0), law=known)
+        here = self._candidate("prefill", decode, prefix, 1.0)._replace(law=known)
         return self.on_decode(demand, away, there, here, late_s, self._tpot_s)
 
     def to_prefill(self, leg: LegId, peer: Peer, demand: Demand, prefix: Prefix) -> None:
@@ -105,16 +112,19 @@ class Placer:
         """The leg occupies its worker of that pool no more."""
         self._loads[role].remove(leg)
 
-    def _candidate(self, role: str, site: Site, prefix: Prefix, distance: float) -> Candidate:
-        loads, law = self._loads[role], site.load.step_time
+    def _candidate(self, role: str, site: Site, prefix: Prefix, distance: float, laws: bool = True) -> Candidate:
+        """`laws`: whether somebody looks at the law, which takes time to read."""
+        loads, law = self._loads[role], None
+        if laws and site.load.HasField("step_time"):
+            law = StepTime(site.load.step_time.a, site.load.step_time.b, site.load.step_time.c)
         return Candidate(
-            peer=site.peer,
-            outstanding=loads.tokens(site.peer),
-            works=loads.works(site.peer),
-            cached=self._cached(role, site.peer, prefix),
-            law=StepTime(law.a, law.b, law.c) if site.load.HasField("step_time") else None,
-            step_tokens=max(1, site.welcome.max_batch_tokens),
-            distance=distance,
+            site.peer,
+            loads.tokens(site.peer),
+            loads.works(site.peer),
+            self._cached(role, site.peer, prefix),
+            law,
+            max(1, site.welcome.max_batch_tokens),
+            distance,
         )
 
     def _cached(self, role: str, peer: Peer, prefix: Prefix) -> int:

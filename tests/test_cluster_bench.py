@@ -13,6 +13,7 @@ from baton.cluster import bench, bench_plan
 from baton.cluster.bench_plan import Plan
 from baton.cluster.bench_stats import Sample, distribution, percentile, summarise, window
 from baton.cluster.config import Lengths, SLOSection, WorkloadSection
+from baton.cluster.simulator.synthetic import length
 from baton.proto import baton_pb2 as api
 from baton.proto.errors import ConfigError, Exhausted
 from baton.tests.harness.mock_router import MockRouter, Script, accepted, finished, serving, tokens
@@ -163,12 +164,12 @@ def test_requests_fit_the_context_and_are_the_same_for_the_same_seed() -> None:
 
 def test_lengths_have_the_mean_and_spread_that_were_asked_for() -> None:
     rng = random.Random(0)
-    drawn = [bench.length(Lengths(mean=500.0, cv=0.5), rng) for _ in range(20_000)]
+    drawn = [length(Lengths(mean=500.0, cv=0.5), rng) for _ in range(20_000)]
     mean = sum(drawn) / len(drawn)
     deviation = math.sqrt(sum((value - mean) ** 2 for value in drawn) / len(drawn))
     assert mean == pytest.approx(500, rel=0.02)
     assert deviation / mean == pytest.approx(0.5, rel=0.05)
-    assert {bench.length(Lengths(mean=7.0, cv=0.0), rng) for _ in range(9)} == {7}
+    assert {length(Lengths(mean=7.0, cv=0.0), rng) for _ in range(9)} == {7}
 
 
 def test_the_plan_comes_from_arguments_else_from_the_workload() -> None:

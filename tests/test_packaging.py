@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SHIPPED = ("tests/", "benchmarks/", "docs/", ".")  # folders of tracked files that stay out of the wheel
-SHIPPED_SUFFIXES = {".py", ".pyi", ".proto", ".yaml", ".c", ".h"}
+SHIPPED_SUFFIXES = {".j2", ".py", ".pyi", ".proto", ".yaml", ".c", ".h"}
 
 
 def _tracked() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,16 @@ _HEADROOM = 1.25  # max_sequences / the 99th percentile of the batch
 
 
 @dataclass(frozen=True)
+class Simulated:
+    """What the simulator says of a plan; seconds by percentile, as `Results.summary` has them."""
+
+    plan: Plan
+    ttft: Mapping[str, float | None]
+    tpot: Mapping[str, float | None]
+    misses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that is shown."""
 
@@ -29,6 +40,8 @@ class Report:
     best_effort: Plan | None  # where nothing within the GPUs allowed is enough
     changes: list[Change]
     capacity: float  # requests a second of the busiest window
+    simulated: tuple[Simulated, ...] = ()
+    simulated_requests: int = 0
 
     @property
     def plan(self) -> Plan | None:
@@ -38,7 +51,12 @@ class Report:
     @property
     def feasible(self) -> bool:
         """Whether all that was asked for is met."""
-        return self.found.best is not None and not self.found.impossible
+        refused = any(one.misses for one in self.simulated if one.plan is self.plan)
+        return self.found.best is not None and not self.found.impossible and not refused
+
+    def simulation_of(self, plan: Plan) -> Simulated | None:
+        """None: it was not simulated."""
+        return next((one for one in self.simulated if one.plan is plan), None)
 
 
 def make(config: Config, workload: Workload) -> Report:
@@ -90,7 +108,8 @@ def notes(report: Report) -> list[str]:
     found = [
         f"workload: {load.origin}; {load.rate:.3g} requests/s, planned for the busiest five minutes at "
         f"{load.busiest:.3g}/s (times {load.peak:.2f})",
-        "TTFT: M/G/c with Kimura's percentiles; TPOT: processor sharing in closed form; neither was simulated",
+        "TTFT: M/G/c with Kimura's percentiles; TPOT: processor sharing in closed form",
+        _simulation(report),
         "each share within both limits takes TTFT and TPOT as independent",
     ]
     if load.burstiness > _UNRELIABLE:
@@ -102,6 +121,12 @@ def notes(report: Report) -> list[str]:
     if plan is not None:
         found += _profile(site, plan)
     return found
+
+
+def _simulation(report: Report) -> str:
+    if not report.simulated:
+        return "not simulated: --simulate plays the plans through"
+    return f"simulated: {report.simulated_requests} requests, Poisson at the busiest rate, lengths drawn anew"
 
 
 def _profile(site: Site, plan: Plan) -> list[str]:
@@ -133,6 +158,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "feasible": report.feasible,
         "impossible": found.impossible,
         "plan": None if report.plan is None else plan_json(report.plan),
+        "simulated": [
+            {"kind": one.plan.kind, "ttft": one.ttft, "tpot": one.tpot, "misses": one.misses}
+            for one in report.simulated
+        ],
         "alternatives": {
             "disaggregated": None if found.disaggregated is None else plan_json(found.disaggregated),
             "aggregated": None if found.aggregated is None else plan_json(found.aggregated),

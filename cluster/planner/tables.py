@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from ..units import human_bytes
 from . import report as reports
+from .plans import Plan
 from .report import Report
 
 
@@ -54,12 +56,13 @@ def _plans(report: Report) -> Table:
     table.add_column("")
     found = report.found
     tried = (found.disaggregated, found.aggregated, report.best_effort)
+    shown = [plan for plan in tried if plan is not None]
     columns = []
-    for plan in (plan for plan in tried if plan is not None):
+    for plan in shown:
         mark = " *" if plan is report.plan else ""
         table.add_column(plan.kind + mark, justify="right")
         columns.append(reports.plan_json(plan))
-    for title, cells in _rows(columns):
+    for title, cells in [*_rows(columns), *_simulated(report, shown)]:
         table.add_row(title, *cells)
     return table
 
@@ -99,6 +102,22 @@ def _rows(plans: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         each("$ an hour", lambda p: _money(p["dollars_hour"])),
         each("$ a million output tokens", lambda p: _money(p["dollars_million_output_tokens"])),
         each("$ a million tokens", lambda p: _money(p["dollars_million_tokens"])),
+    ]
+
+
+def _simulated(report: Report, plans: list[Plan]) -> list[tuple[str, list[str]]]:
+    """Rows that are there only where something was simulated."""
+    found = [one for plan in plans if (one := report.simulation_of(plan)) is not None]
+    if not found:
+        return []
+
+    def times(by: Mapping[str, float | None]) -> str:
+        return " / ".join(_time(by[share]) for share in ("p50", "p90", "p99"))
+
+    return [
+        ("simulated TTFT", [times(one.ttft) for one in found]),
+        ("simulated TPOT", [times(one.tpot) for one in found]),
+        ("simulated: keeps the limits", ["no: " + "; ".join(one.misses) if one.misses else "yes" for one in found]),
     ]
 
 

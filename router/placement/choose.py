@@ -54,6 +54,8 @@ def choose(
     """The worker for a leg: `prefer` when it is ready, else the policy's choice; None when there is none."""
     if prefer is not None and prefer not in avoid and any(candidate.peer == prefer for candidate in candidates):
         return Choice(prefer)
+    if not avoid:
+        return policy.choose(demand, candidates, rng) if candidates else None
     fresh = [candidate for candidate in candidates if candidate.peer not in avoid]
     usable = fresh if fresh or not may_use_avoided else candidates
     return policy.choose(demand, usable, rng) if usable else None

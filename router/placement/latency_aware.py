@@ -22,6 +22,8 @@ class LatencyAwarePrefill:
     """`objective_s`: of TTFT; None: there is none."""
 
     uses_prefixes = True
+    uses_distances = False
+    uses_laws = True
 
     def __init__(self, objective_s: float | None) -> None:
         self._objective_s = objective_s
@@ -39,6 +41,8 @@ class LatencyAwareDecode:
     """`objective_s`: of TPOT; None: there is none."""
 
     uses_prefixes = False
+    uses_distances = False
+    uses_laws = True
 
     def __init__(self, objective_s: float | None) -> None:
         self._objective_s = objective_s

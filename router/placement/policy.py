@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from ...proto.step_time import StepTime
 from ..life_messages import Peer
@@ -22,8 +22,7 @@ class Demand:
     session: str  # legs of one session go to one worker, where the policy cares; "": of none
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A ready worker, as far as this router knows it."""
 
     peer: Peer
@@ -37,6 +36,35 @@ class Candidate:
     )
 
 
+class Candidates(Sequence[Candidate]):
+    """Candidates that are made when a policy looks at them, since some look at two of a thousand."""
+
+    def __init__(self, count: int, make: Callable[[int], Candidate], outstanding: Callable[[], Sequence[int]]) -> None:
+        self._count = count
+        self._make = make
+        self._made: dict[int, Candidate] = {}
+        self.outstanding = outstanding  # of each, known without making it
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Candidate]: ...
+
+    def __getitem__(self, place: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(*place.indices(len(self)))]
+        known = self._made.get(place)
+        if known is None:
+            if not 0 <= place < self._count:
+                raise IndexError(place)
+            known = self._made[place] = self._make(place)
+        return known
+
+
 class Choice(NamedTuple):
     """The worker, and how far behind its objective the leg is predicted to be there: 0 when it keeps it."""
 
@@ -48,6 +76,8 @@ class Policy(Protocol):
     """Picks one of at least one candidates."""
 
     uses_prefixes: bool  # whether `Candidate.cached` makes a difference, so that it need be known
+    uses_distances: bool  # whether `Candidate.distance` does
+    uses_laws: bool  # whether `Candidate.law` does
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """The worker for the leg."""
@@ -57,4 +87,11 @@ class Policy(Protocol):
 def least(costs: Sequence[float], candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
     """The cheapest candidate; ties at random, so that equals share evenly."""
     lowest = min(costs)
-    return rng.choice([candidate for candidate, cost in zip(candidates, costs, strict=True) if cost == lowest])
+    return candidates[rng.choice([place for place, cost in enumerate(costs) if cost == lowest])]
+
+
+def outstanding(candidates: Sequence[Candidate]) -> Sequence[int]:
+    """Of each."""
+    if isinstance(candidates, Candidates):
+        return candidates.outstanding()
+    return [candidate.outstanding for candidate in candidates]

@@ -16,6 +16,8 @@ class PowerOfTwo:
     """Two at random, the less loaded of them."""
 
     uses_prefixes = False
+    uses_distances = False
+    uses_laws = False
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """One of two."""

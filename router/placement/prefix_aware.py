@@ -23,6 +23,8 @@ class PrefixAwarePrefill:
     """The fewest tokens until the first one is out."""
 
     uses_prefixes = True
+    uses_distances = False
+    uses_laws = False
 
     def __init__(self) -> None:
         self._recent = Recent()
@@ -37,6 +39,8 @@ class PrefixAwareDecode:
     """The least KV in the end, what must be moved counting more."""
 
     uses_prefixes = True
+    uses_distances = False
+    uses_laws = False
 
     def __init__(self) -> None:
         self._recent = Recent()

@@ -12,6 +12,8 @@ class RoundRobin:
     """In turn, by name; a worker that comes or goes does not disturb the others' order."""
 
     uses_prefixes = False
+    uses_distances = False
+    uses_laws = False
 
     def __init__(self) -> None:
         self._last = ""

@@ -22,6 +22,8 @@ class SessionAffinity:
     """The highest ranked worker that has room; legs of no session go where the load is least."""
 
     uses_prefixes = False
+    uses_distances = False
+    uses_laws = False
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """The session's worker."""

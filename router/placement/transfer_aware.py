@@ -16,6 +16,8 @@ class TransferAware:
     """Outstanding tokens plus those that are not cached, times their way."""
 
     uses_prefixes = True
+    uses_distances = True
+    uses_laws = False
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """One of the cheapest."""

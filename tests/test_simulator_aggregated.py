@@ -1,0 +1,57 @@
+"""Workers that do both: what a step with prompts costs those who generate, and that it is the same without merging."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from baton.cluster.simulator.request import Arrival
+from baton.cluster.simulator.run import Simulation
+from baton.cluster.simulator.spec import Fail
+from baton.tests.test_simulator_changes import TWO, check, load
+
+ONE = replace(TWO, aggregated=True, decode=replace(TWO.decode, replicas=1, blocks=400))
+
+
+def test_one_request_alone_takes_its_prompt_and_then_its_steps() -> None:
+    outcome = Simulation(ONE, [Arrival(0.0, 100, 5)]).run()
+    law, steps = ONE.prefill.law, ONE.decode.law
+    first = law.seconds((1.0, 100.0, 10000.0)) + 0.003  # router, and a message each way
+    assert outcome.results.values("ttft")[0] == pytest.approx(first)
+    rest = sum(steps.seconds((1.0, 1.0, 100.0 + token)) for token in range(1, 5))
+    assert outcome.results.values("tpot")[0] == pytest.approx(rest / 4)
+
+
+def test_a_prompt_slows_the_step_that_it_shares() -> None:
+    alone = Simulation(ONE, [Arrival(0.0, 10, 50)]).run().results
+    beside = Simulation(ONE, [Arrival(0.0, 10, 50), Arrival(0.1, 200, 1)]).run().results
+    law = ONE.prefill.law
+    slower = float(beside.ended_s[-1]) - float(alone.ended_s[-1])
+    assert slower == pytest.approx(law.b * 200 + law.c * 200**2, rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_merged_steps_say_every_token_when_single_steps_do(seed: int) -> None:
+    ends = []
+    for merge in (True, False):
+        results = Simulation(ONE, load(seed, 60, 15.0), seed=1, merge=merge).run().results
+        ends.append(sorted(zip(results.sent_s, results.ended_s, strict=True)))
+    assert len(ends[0]) == 60
+    for one, other in zip(*ends, strict=True):
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-6)
+
+
+def test_a_worker_that_dies_loses_nobody() -> None:
+    made = replace(ONE, decode=replace(ONE.decode, replicas=2), changes=[Fail(1.0, "decode-0", 0.5)])
+    check(Simulation(made, load(3, 80, 25.0)), 80)
+
+
+def test_two_pools_keep_the_time_between_tokens_that_prompts_disturb_in_one() -> None:
+    """The reason for two pools, at the same number of workers."""
+    arrivals = load(4, 300, 20.0)
+    split = replace(TWO, prefill=replace(TWO.prefill, replicas=1), decode=replace(TWO.decode, replicas=1, blocks=400))
+    both = replace(ONE, decode=replace(ONE.decode, replicas=2))
+    tails = {}
+    for name, made in (("split", split), ("both", both)):
+        tails[name] = Simulation(made, arrivals).run().results.summary({})["tpot_s"]["p99"]
+    assert tails["split"] < tails["both"]
