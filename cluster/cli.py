@@ -195,13 +195,24 @@ def calibrate(
     config: ConfigArgument,
     output: Annotated[Path, typer.Option(metavar="FILE.yaml", help="The hardware profile to write.")],
     repeats: Annotated[int, typer.Option(min=1, help="Times that each step is measured.")] = 5,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Also measure the KV's way, in a cluster.")] = False,
     set_: SetOption = None,
     print_config: PrintOption = False,
 ) -> None:
     """Measure the engine on this machine, fit its step times, and write a hardware profile for plan and simulate."""
+    from . import driver
     from .planner import calibrate as calibrating
 
-    raise typer.Exit(calibrating.run(load_config(config, set_, print_config), output, repeats))
+    loaded = load_config(config, set_, print_config)
+    if not cluster:
+        raise typer.Exit(calibrating.run(loaded, output, repeats))
+    from .model_check import check_model
+
+    facts = check_model(loaded)
+    code = driver.supervise_if_needed()
+    if code is None:
+        code = driver.run(calibrating.with_cluster(loaded, facts, output, repeats))
+    raise typer.Exit(code)
 
 
 @app.command(epilog="Examples: baton explain training ; baton explain roofline --model llama-3.1-8b")

@@ -23,13 +23,19 @@ from rich.table import Table
 
 from ...proto.errors import ConfigError
 from .. import hardware, spec
+from ..bench_closed import calibrate as calibrate_cluster
 from ..config import Config
+from ..deployment import running
 from ..hardware import Fitted, Hardware
+from ..model_check import ModelFacts
 from ..output import results, say
-from . import measuring
+from ..progress import StartProgress
+from . import measuring, setup
 from .fitting import errors, non_negative
 from .measuring import Timed
 from .model_shape import find
+
+_UNLIMITED = 1e15  # bytes/s, where the time did not grow with the tokens
 
 
 def fitted(cells: list[Timed]) -> Fitted:
@@ -56,6 +62,19 @@ def fitted(cells: list[Timed]) -> Fitted:
     )
 
 
+async def with_cluster(config: Config, facts: ModelFacts, output: Path, repeats: int) -> int:
+    """The same as `run`, and before it the KV's way through a cluster that is started for it."""
+    check(config, output)
+    progress = StartProgress(verbose=False)
+    with progress:
+        async with running(config, facts.name, progress.report) as deployment:
+            progress.stop()
+            profile = await calibrate_cluster(config, deployment)
+    way, token = profile.transfer, setup.site(config).cost("prefill").kv_token_bytes
+    bandwidth = token / way.token_s if way.token_s > 0 else _UNLIMITED
+    return run(config, output, repeats, {"alpha_s": way.alpha_s, "bandwidth": f"{bandwidth / 1e9:.9f}GB/s"})
+
+
 def check(config: Config, output: Path) -> None:
     """Raises ConfigError for what cannot be calibrated."""
     for role in ("prefill", "decode"):
@@ -67,8 +86,8 @@ def check(config: Config, output: Path) -> None:
         raise ConfigError("pools.prefill.threads: differs from pools.decode.threads; calibrate with the same in both")
 
 
-def run(config: Config, output: Path, repeats: int) -> int:
-    """Measure, fit, write and show. Raises ConfigError."""
+def run(config: Config, output: Path, repeats: int, transfer: dict[str, Any] | None = None) -> int:
+    """Measure, fit, write and show. `transfer`: as the file holds it. Raises ConfigError."""
     check(config, output)
     params = replace(spec.local_engine(config), threads=spec.threads(config, "decode"))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -90,13 +109,15 @@ def run(config: Config, output: Path, repeats: int) -> int:
         task = bar.add_task("", total=cells.cells * (repeats + 1))
         prefill, decode = measuring.run(runner, cells, repeats, 0, lambda: bar.advance(task))
     laws = {"prefill": fitted(prefill), "decode": fitted(decode)}
-    _write(config, output, laws, params.threads)
+    _write(config, output, laws, params.threads, transfer)
     _show(prefill, decode, laws)
     say(f"wrote {output}; use it with `hardware: {output}`")
     return 0
 
 
-def _write(config: Config, output: Path, laws: dict[str, Fitted], threads: int) -> None:
+def _write(
+    config: Config, output: Path, laws: dict[str, Fitted], threads: int, transfer: dict[str, Any] | None
+) -> None:
     known = hardware.find(config)
     profile: dict[str, Any] = _as_read(known) if known is not None else _this_machine()
     entry = {
@@ -106,6 +127,7 @@ def _write(config: Config, output: Path, laws: dict[str, Fitted], threads: int) 
         "tensor_parallel": 1,
         "threads": threads,
         **{role: law.model_dump() for role, law in laws.items()},
+        "transfer": transfer,
         "version": version("baton"),
         "device": _device(config),
         "date": time.strftime("%Y-%m-%d"),

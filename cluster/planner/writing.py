@@ -61,7 +61,7 @@ def _relocate(config: Config, values: dict[str, Any], place: Path) -> None:
     """Paths that are relative to the configuration's folder, where the new file is in another one."""
     if place.resolve().parent == config.folder:
         return
-    for section, key in ((values.get("model"), "path"), (values, "hardware")):
+    for section, key in ((values.get("model"), "path"), (values, "hardware"), (values.get("workload"), "trace")):
         if isinstance(section, dict) and isinstance(section.get(key), str):
             beside = config.folder / Path(section[key]).expanduser()
             if beside.exists():

@@ -1,0 +1,48 @@
+"""Plans for recorded loads, and plans that are played through in the simulator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from baton.cluster import config_load
+from baton.cluster.cli import app
+from baton.cluster.planner import command, report
+from baton.proto.errors import ConfigError
+from typer.testing import CliRunner
+
+TEACHING = str(Path(__file__).resolve().parent.parent / "configs" / "teaching-7b-a100.yaml")
+
+
+def test_a_recorded_load_is_read_and_planned_for(tmp_path: Path) -> None:
+    rows = [f"{i / 4},{900 + i % 200},{100 + i % 50}" for i in range(2000)]
+    (tmp_path / "t.csv").write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]))
+    load = command.load_of(config_load.load(TEACHING, [f"workload.trace={tmp_path / 't.csv'}"]))
+    assert load.rate == pytest.approx(4.0, rel=0.01)
+    assert load.prompt.mean == pytest.approx(999.5, rel=0.01)
+    assert load.output.mean == pytest.approx(124.5, rel=0.01)
+    assert "t.csv, 2000 requests" in load.origin
+    with pytest.raises(ConfigError):
+        command.load_of(config_load.load(TEACHING, [f"workload.trace={tmp_path / 'none.csv'}"]))
+
+
+def test_the_simulator_agrees_with_the_closed_forms_about_a_steady_load() -> None:
+    config = config_load.load(TEACHING, ["slo.tpot.p99=25ms", "workload.rate=8/s"])
+    found = command.simulated(report.make(config, command.load_of(config)))
+    assert len(found.simulated) == 2
+    for one in found.simulated:
+        tpot, ttft = one.tpot["p50"], one.ttft["p50"]
+        assert tpot is not None
+        assert ttft is not None
+        assert one.plan.tpot.percentiles[0.5] == pytest.approx(tpot, rel=0.10)
+        assert one.plan.ttft.percentiles[0.5] == pytest.approx(ttft, rel=0.30)
+        assert not one.misses
+
+
+def test_the_command_says_what_was_simulated() -> None:
+    result = CliRunner().invoke(app, ["plan", TEACHING, "--simulate", "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.output)
+    assert {one["kind"] for one in said["simulated"]} == {"disaggregated", "aggregated"}
+    assert any("Poisson at the busiest rate" in note for note in said["notes"])
