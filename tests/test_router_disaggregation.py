@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,12 @@ HERE = Candidate(Peer("decode-0", "a"), 0, step_tokens=128)
 
 def streams(count: int) -> Candidate:
     """A decode worker with so many."""
-    return replace(IDLE_D, works=[Work(1000, 0, 1)] * count, outstanding=1000 * count)
+    return IDLE_D._replace(works=[Work(1000, 0, 1)] * count, outstanding=1000 * count)
 
 
 def queue(*tokens: int) -> Candidate:
     """A prefill worker with prompts to compute."""
-    return replace(IDLE_P, works=[Work(count) for count in tokens], outstanding=sum(tokens))
+    return IDLE_P._replace(works=[Work(count) for count in tokens], outstanding=sum(tokens))
 
 
 def demand(tokens: int) -> Demand:
@@ -47,7 +46,7 @@ def test_a_short_prompt_is_computed_here_when_prefill_is_busy_and_a_long_one_whe
 def test_what_is_cached_here_and_what_kv_is_late_speak_for_it() -> None:
     busy = streams(4)
     assert not conditional(demand(1000), IDLE_P, busy, HERE, 0.0, None)
-    assert conditional(demand(1000), IDLE_P, busy, replace(HERE, cached=992), 0.0, None)
+    assert conditional(demand(1000), IDLE_P, busy, HERE._replace(cached=992), 0.0, None)
     assert conditional(demand(1000), IDLE_P, busy, HERE, 1.0, None)
 
 
@@ -68,9 +67,9 @@ def test_a_chunk_leaves_the_objective_of_a_token_room() -> None:
 def test_its_own_law_counts_where_it_has_one_and_without_laws_nothing_is_tried() -> None:
     busy = queue(*[500] * 6)
     assert conditional(demand(500), busy, streams(1), HERE, 0.0, None)
-    assert not conditional(demand(500), busy, streams(1), replace(HERE, law=StepTime(0.0, 1e-2, 0.0)), 0.0, None)
-    assert not conditional(demand(5), replace(busy, law=None), streams(1), HERE, 0.0, None)
-    assert not conditional(demand(5), busy, replace(IDLE_D, law=None), HERE, 0.0, None)
+    assert not conditional(demand(500), busy, streams(1), HERE._replace(law=StepTime(0.0, 1e-2, 0.0)), 0.0, None)
+    assert not conditional(demand(5), busy._replace(law=None), streams(1), HERE, 0.0, None)
+    assert not conditional(demand(5), busy, IDLE_D._replace(law=None), HERE, 0.0, None)
 
 
 def test_always_and_never() -> None:

@@ -61,7 +61,7 @@ class AggregatedWorker(DecodeWorker):
         flight.attempt, flight.generated = flight.attempt + 1, said
         leg = flight.leg = leg_of(flight.number, flight.attempt, flight.arrival, said, flight.leg.deadline)
         self._legs[leg.key] = flight
-        self._intake.waiting = {leg.key: Waiting(leg, 0, self.clock.now), **self._intake.waiting}
+        self._intake.waiting = {leg.key: Waiting(leg, 0, self.clock.now, True), **self._intake.waiting}
 
     def _begin(self, steps: int, count: int) -> None:
         self._chunks = self._prompts.plan()

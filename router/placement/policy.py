@@ -31,9 +31,7 @@ class Candidate(NamedTuple):
     cached: int = 0  # leading tokens of the leg whose KV it holds
     law: StepTime | None = None  # of its steps, by its own account
     step_tokens: int = 1  # prompt tokens that one of its steps computes at most
-    distance: float = (
-        1.0  # seconds a byte of KV from the leg's prefill worker, as a multiple of the least for any worker
-    )
+    distance: float = 1.0  # seconds a byte of KV from its prefill worker, as a multiple of the least for any worker
 
 
 class Candidates(Sequence[Candidate]):
