@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from baton.benchmarks.router_workers import Simulation, simulated
 from baton.proto import baton_pb2 as api
@@ -38,14 +39,29 @@ async def _counted(rig: RouterRig, tokens: int) -> int:
     return len((await rig.generate(token_ids=api.TokenIds(ids=[5] * 8), max_tokens=tokens, ignore_eos=True)).ids[0])
 
 
+async def _all_ready(address: str) -> None:
+    """Whichever router behind the port answers: new connections, of which each may have either, until all say so."""
+    ready = 0
+    for _ in range(500):
+        async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False) as http:
+            ready = ready + 1 if (await http.get("/ready")).status_code == 200 else 0
+        if ready == 20:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("a router is not ready")
+
+
 async def test_routers_share_ports_and_workers(tmp_path: Path, membership: str) -> None:
     first = await _router(tmp_path, membership, "router-0", share_ports=True)
     ports = {f"{name}_address": first.addresses[name] for name in ("grpc", "http")}
     second = await _router(tmp_path, membership, "router-1", share_ports=True, **ports)
     assert [second.addresses[name] for name in ("grpc", "http")] == [first.addresses[name] for name in ("grpc", "http")]
-    assert await asyncio.gather(*(_counted(rig, 20) for rig in (first, second) for _ in range(4))) == [20] * 8
-    await second.close()
-    await first.close()
+    try:
+        await _all_ready(first.addresses["http"])
+        assert await asyncio.gather(*(_counted(rig, 20) for rig in (first, second) for _ in range(4))) == [20] * 8
+    finally:
+        await second.close()
+        await first.close()
 
 
 async def test_a_router_that_dies_takes_only_its_own_requests(tmp_path: Path, membership: str) -> None:
