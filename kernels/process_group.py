@@ -286,7 +286,9 @@ def make_group(
     else:
         raise ValueError(f"unknown process group backend {backend!r}: gloo or nccl")
     options._timeout = limit
-    with _environment({} if backend == "gloo" or channels is None else link_environment(timeout_s)):
+    is_link = backend == "nccl" and channels is not None
+    # gloo's constructor waits for the peer, which may be a thread of this process: it holds no lock meanwhile
+    with _environment(link_environment(timeout_s)) if is_link else contextlib.nullcontext():
         group: Group = kind(store, rank, size, options)
     if backend == "gloo":
         _refuse_connections(store.published)
