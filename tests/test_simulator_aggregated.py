@@ -41,6 +41,17 @@ def test_merged_steps_say_every_token_when_single_steps_do(seed: int) -> None:
         assert one == pytest.approx(other, rel=1e-6, abs=1e-6)
 
 
+def test_who_loses_its_blocks_goes_on_first_with_all_that_it_has_said() -> None:
+    made = replace(ONE, decode=replace(ONE.decode, blocks=60))
+    ends = []
+    for merge in (True, False):
+        results = Simulation(made, load(8, 100, 30.0), seed=1, merge=merge).run().results
+        assert results.preemptions > 0
+        assert len(results) == 100
+        ends.append(sorted(zip(results.sent_s, results.ended_s, strict=True)))
+    assert [end for _, end in ends[0]] == pytest.approx([end for _, end in ends[1]], rel=1e-6)
+
+
 def test_a_worker_that_dies_loses_nobody() -> None:
     made = replace(ONE, decode=replace(ONE.decode, replicas=2), changes=[Fail(1.0, "decode-0", 0.5)])
     check(Simulation(made, load(3, 80, 25.0)), 80)
