@@ -62,15 +62,15 @@ CASES = [
 
 
 @contextlib.asynccontextmanager
-async def child(first: dict[str, Any] | None, core: int, *command: str, **pipes: Any) -> AsyncIterator[Any]:
-    """A process on one core, with one JSON line for its stdin; killed at the end."""
+async def child(first: dict[str, Any] | None, core: int | None, *command: str, **pipes: Any) -> AsyncIterator[Any]:
+    """A process on one core or any, with one JSON line for its stdin; killed at the end."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=pipes.get("stdout", asyncio.subprocess.PIPE),
         stderr=pipes.get("stderr"),
         limit=1 << 24,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
     )
     try:
         if first is not None and process.stdin is not None:

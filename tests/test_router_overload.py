@@ -1,86 +1,74 @@
-"""Ten times what the workers can do: goodput stays, the rest is told at once, nothing grows."""
+"""Ten times what the workers can do: goodput stays, the rest is told at once, nothing grows.
+
+Router, clients and workers (simulated: no model) are processes of their own, so that what is seen is the router's.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
-import time
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
-from baton.benchmarks.router_workers import Simulation, simulated
-from baton.tests.harness.router_rig import FakeCluster, RouterRig, router_params, write_model
+from baton.benchmarks.router import child, says
+from baton.benchmarks.router_workers import Simulation
+from baton.cluster.spec import router_to_json
+from baton.tests.harness import oracles
+from baton.tests.harness.overload_clients import Offer
+from baton.tests.harness.router_rig import router_params, write_model
 
 SECONDS = float(os.environ.get("BATON_OVERLOAD_S", "120"))
-SEATS, TOKENS, STEP_S = 8, 20, 0.02
+BEST_S = 10.0
+SEATS, TOKENS, STEP_S = 16, 20, 0.02  # 40 requests a second
+PYTHON = (sys.executable, "-m")
 
 
-class Load:
-    """What became of the requests of one load."""
-
-    def __init__(self) -> None:
-        self.served = 0
-        self.refusals: list[float] = []
-        self.others: list[int] = []
-
-    async def one(self, http: httpx.AsyncClient) -> None:
-        body = {"model": "tiny", "prompt": [5] * 16, "max_tokens": TOKENS, "ignore_eos": True}
-        begun = time.monotonic()
-        answer = await http.post("/v1/completions", json=body)
-        if answer.status_code == 200:
-            self.served += 1
-        elif answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1:
-            self.refusals.append(time.monotonic() - begun)
-        else:
-            self.others.append(answer.status_code)
+@contextlib.asynccontextmanager
+async def _router(tmp_path: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
+    """The URL and the process of a router that is ready, in front of one pair of workers."""
+    simulation = Simulation(1, STEP_S, SEATS, 0.0, str(tmp_path / "clock"))
+    async with child(asdict(simulation), None, *PYTHON, "baton.benchmarks.router_workers") as workers:
+        membership = (await says(workers, "membership"))["membership"]
+        params = router_params(write_model(tmp_path / "model"), membership)
+        values = router_to_json(dataclasses.replace(params, max_inflight=2 * SEATS, dead_after_s=5.0))
+        async with child(values, None, *PYTHON, "baton.cluster.router_process") as router:
+            url = f"http://{(await says(router, 'http'))['http']}"
+            drain = asyncio.create_task(router.stdout.read())  # its log
+            async with httpx.AsyncClient(trust_env=False) as http:
+                while (await http.get(f"{url}/ready")).status_code != 200:
+                    await asyncio.sleep(0.05)
+            yield url, psutil.Process(router.pid)
+        await drain  # to its end: it was killed
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_ten_times_the_capacity_for_two_minutes(tmp_path: Path) -> None:
-    simulation = Simulation(1, STEP_S, SEATS, 0.0, str(tmp_path / "clock"))
-    async with simulated(simulation) as membership:
-        params = dataclasses.replace(router_params(write_model(tmp_path / "model"), membership), max_inflight=2 * SEATS)
-        rig = RouterRig(FakeCluster(), params)
-        await rig.start()
-        await rig.ready()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        async with httpx.AsyncClient(base_url=rig.http.base_url, trust_env=False, timeout=60, limits=limits) as http:
-            best = Load()
-            begun = time.monotonic()
-
-            async def client() -> None:
-                while time.monotonic() - begun < 10:
-                    await best.one(http)
-
-            await asyncio.gather(*(client() for _ in range(2 * SEATS)))
-            capacity = best.served / (time.monotonic() - begun)
-            over, tasks, process = Load(), set(), psutil.Process()
-            begun, memory, sent = time.monotonic(), 0, 0
-            while (passed := time.monotonic() - begun) < SECONDS:
-                while sent < passed * capacity * 10:
-                    task = asyncio.create_task(over.one(http))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-                    sent += 1
-                if not memory and passed > SECONDS / 4:
-                    memory = process.memory_info().rss
-                await asyncio.sleep(0.01)
-            grown = process.memory_info().rss - memory
-            goodput = over.served / SECONDS
-            await asyncio.gather(*tasks)
-        await rig.reconcile()
-        await rig.close()
-    refusals = sorted(over.refusals)
-    p99 = refusals[int(0.99 * len(refusals))]
+    async with _router(tmp_path) as (url, router):
+        offer = Offer(url, 2 * SEATS, TOKENS, BEST_S, SECONDS, 10.0)
+        async with child(asdict(offer), None, *PYTHON, "baton.tests.harness.overload_clients") as clients:
+            best: dict[str, Any] = await says(clients, "best")
+            used = sum(router.cpu_times()[:2])
+            await says(clients, "quarter")
+            memory = router.memory_info().rss
+            await says(clients, "end")
+            grown = router.memory_info().rss - memory
+            used = sum(router.cpu_times()[:2]) - used
+            over = await says(clients, "goodput")
+        await asyncio.to_thread(oracles.check_pool, url)
+        await asyncio.to_thread(oracles.check_accounts, url)
     print(
-        f"capacity {capacity:.1f}/s, goodput {goodput:.1f}/s of {sent / SECONDS:.0f}/s; refused in {p99 * 1e3:.1f} ms"
+        f"best {best['best']:.1f}/s, then {over}; memory grew by {grown / 2**20:.1f} MiB, {used / SECONDS:.0%} of a core"
     )
-    print(f"memory grew by {grown / 2**20:.1f} MiB")
-    assert over.others == []
-    assert goodput >= 0.9 * capacity
-    assert p99 < 0.05
+    assert best["best_others"] == over["others"] == {}
+    assert over["goodput"] >= 0.9 * best["best"]
+    assert over["p99"] < 0.05
     assert grown < 32 << 20
