@@ -16,10 +16,11 @@ from ..proto.errors import ConfigError
 from ..text import batch_lines
 from ..text.batch_lines import BadLine, Call, Duplicate, Known
 from ..text.batch_output import BatchOutput
+from .access import NOBODY, Access
 from .batch_progress import BatchProgress, Tally, duration
 from .config import Config
 from .deployment import running
-from .failures import CommandFailed, OutputFailed
+from .failures import KEY_HINT, CommandFailed, OutputFailed
 from .http_client import Broken, HttpConnection, Origin, Reply, Unreachable
 from .model_check import ModelFacts
 from .progress import StartProgress
@@ -53,7 +54,7 @@ class Job:
             raise ConfigError(f"OUT: {self.target} is also IN; give another file")
 
 
-async def with_cluster(config: Config, facts: ModelFacts, job: Job, verbose: bool) -> int:
+async def with_cluster(config: Config, facts: ModelFacts, job: Job, verbose: bool, access: Access = NOBODY) -> int:
     """Start a cluster for the batch, unless nothing is left to do."""
     output = BatchOutput.open(job.target, job.retry_failed)
     try:
@@ -66,35 +67,42 @@ async def with_cluster(config: Config, facts: ModelFacts, job: Job, verbose: boo
                 progress.stop()
                 _, sequences = deployment.capacity()
                 in_flight = job.in_flight or min(sequences + sequences // 4 + 1, config.router.max_inflight)
-                origin = Origin.parse(f"http://{deployment.endpoints['http']}")
-                return await _Run(job, output, origin, total).run(in_flight)
+                origin = Origin.parse(deployment.url)
+                await _check_service(origin, access)
+                return await _Run(job, output, origin, access, total).run(in_flight)
     finally:
         output.close()
 
 
-async def with_url(origin: Origin, job: Job) -> int:
+async def with_url(origin: Origin, job: Job, access: Access = NOBODY) -> int:
     """Send the batch to a service that runs already. Raises CommandFailed when it does not answer."""
     output = BatchOutput.open(job.target, job.retry_failed)
     try:
         total = _look(job, output.known)
         if total is None:
             return _nothing_left(output.known, job)
-        await _check_service(origin)
-        return await _Run(job, output, origin, total).run(job.in_flight or _IN_FLIGHT)
+        await _check_service(origin, access)
+        return await _Run(job, output, origin, access, total).run(job.in_flight or _IN_FLIGHT)
     finally:
         output.close()
 
 
-async def _check_service(origin: Origin) -> None:
-    connection = HttpConnection(origin)
+async def _check_service(origin: Origin, access: Access) -> None:
+    connection = access.connection(origin)
     try:
         reply = await connection.request("GET", "/v1/models")
     except (Unreachable, Broken) as error:
         raise CommandFailed(f"{origin} does not answer: {error}") from None
     finally:
         connection.close()
+    _check_key(origin, reply)
     if reply.status != 200:
         raise CommandFailed(f"{origin} is no service to send a batch to: /v1/models answers with {reply.status}")
+
+
+def _check_key(origin: Origin, reply: Reply) -> None:
+    if reply.status == 401:  # whatever is asked
+        raise CommandFailed(f"{origin} takes no request without a key that it knows: {KEY_HINT}")
 
 
 def _look(job: Job, done: Known) -> int | None:
@@ -127,10 +135,11 @@ def _nothing_left(done: Known, job: Job) -> int:
 class _Run:
     """One run over the lines that are left."""
 
-    def __init__(self, job: Job, output: BatchOutput, origin: Origin, total: int) -> None:
+    def __init__(self, job: Job, output: BatchOutput, origin: Origin, access: Access, total: int) -> None:
         self._job = job
         self._output = output
         self._origin = origin
+        self._access = access
         self._tally = Tally(total, time.monotonic())
         self._rng = random.Random()
 
@@ -180,7 +189,7 @@ class _Run:
 
     async def _serve(self, calls: Iterator[Call]) -> None:
         """Send one request after the other over one connection."""
-        connection = HttpConnection(self._origin)
+        connection = self._access.connection(self._origin)
         try:
             for call in calls:
                 self._record(await self._one(connection, call))
@@ -193,6 +202,7 @@ class _Run:
             hint_s = 0.0
             try:
                 reply = await connection.request("POST", call.url, call.body)
+                _check_key(self._origin, reply)
                 if reply.status not in _RETRYABLE or attempt == _ATTEMPTS:
                     return _answer(call, reply)
                 hint_s = _seconds(reply.headers.get("retry-after", ""))

@@ -18,6 +18,7 @@ from ..client.completion import Completion
 from ..client.retry import Retry
 from ..proto import baton_pb2 as api
 from ..proto.errors import BatonError
+from .access import NOBODY, Access
 from .bench_plan import Plan
 from .bench_stats import Sample, summarise
 from .config import Config, SLOSection, WorkloadSection
@@ -152,18 +153,22 @@ async def _count(samples: list[Sample], total: int) -> None:
         await asyncio.sleep(_COUNTED_S)
 
 
-async def with_cluster(config: Config, facts: ModelFacts, workload: WorkloadSection, plan: Plan, as_json: bool) -> int:
+async def with_cluster(
+    config: Config, facts: ModelFacts, workload: WorkloadSection, plan: Plan, as_json: bool, access: Access = NOBODY
+) -> int:
     """Start a cluster for the benchmark."""
     progress = StartProgress(verbose=False)
     with progress:
         async with running(config, facts.name, progress.report) as deployment:
             progress.stop()
-            return await with_address(deployment.endpoints["grpc"], config.slo, workload, plan, as_json)
+            return await with_address(deployment.endpoints["grpc"], config.slo, workload, plan, as_json, access)
 
 
-async def with_address(address: str, slo: SLOSection, workload: WorkloadSection, plan: Plan, as_json: bool) -> int:
+async def with_address(
+    address: str, slo: SLOSection, workload: WorkloadSection, plan: Plan, as_json: bool, access: Access = NOBODY
+) -> int:
     """Load a running router. Returns 1 when no measured request was answered."""
-    async with Client(address, retry=Retry(attempts=1)) as client:
+    async with access.client(address, Retry(attempts=1)) as client:
         samples = await run_load(client, workload, plan)
     result = {"load": load_fields(plan, workload), **summarise(samples, slo_limits(slo))}
     if as_json:

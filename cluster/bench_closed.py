@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..client.api import Client
 from ..client.retry import Retry
+from .access import NOBODY, Access
 from .bench import load_fields, print_table, run_load
 from .bench_compare import compare, recorded, with_blocks, write_record
 from .bench_plan import Plan
@@ -21,6 +21,7 @@ from .bench_watch import Watch, watching
 from .comparison import SOURCES, comparison
 from .config import Config, WorkloadSection
 from .deployment import Deployment, running
+from .http_client import Origin
 from .model_check import ModelFacts
 from .output import results, say
 from .planned import planned
@@ -43,14 +44,16 @@ class Shown:
     profile: Profile | None
 
 
-async def with_cluster(config: Config, facts: ModelFacts, workload: WorkloadSection, plan: Plan, shown: Shown) -> int:
+async def with_cluster(
+    config: Config, facts: ModelFacts, workload: WorkloadSection, plan: Plan, shown: Shown, access: Access = NOBODY
+) -> int:
     """Start a cluster for the benchmark. Returns 1 when no measured request was answered."""
     progress = StartProgress(verbose=False)
     with progress:
         async with running(config, facts.name, progress.report) as deployment:
             progress.stop()
-            found = shown.profile if shown.profile is not None else await calibrate(config, deployment)
-            samples, watch = await loaded(deployment, workload, plan)
+            found = shown.profile if shown.profile is not None else await calibrate(config, deployment, access)
+            samples, watch = await loaded(deployment, workload, plan, access)
     if shown.record is not None:
         write_record(shown.record, samples)
     found = with_blocks(found, watch)
@@ -76,19 +79,22 @@ def load_of(plan: Plan, workload: WorkloadSection) -> dict[str, Any]:
     return {**load_fields(plan, workload), "notes": []}
 
 
-async def loaded(deployment: Deployment, workload: WorkloadSection, plan: Plan) -> tuple[list[Sample], Watch]:
+async def loaded(
+    deployment: Deployment, workload: WorkloadSection, plan: Plan, access: Access = NOBODY
+) -> tuple[list[Sample], Watch]:
     """Load a running cluster and watch it."""
-    grpc, http = deployment.endpoints["grpc"], deployment.endpoints["http"]
-    async with Client(grpc, retry=Retry(attempts=1)) as client, watching(http, _WATCH_S) as watch:
+    connection = access.connection(Origin.parse(deployment.url))
+    client = access.client(deployment.endpoints["grpc"], Retry(attempts=1))
+    async with client, watching(connection, _WATCH_S) as watch:
         samples = await run_load(client, workload, plan)
     return samples, watch
 
 
-async def calibrate(config: Config, deployment: Deployment) -> Profile:
+async def calibrate(config: Config, deployment: Deployment, access: Access = NOBODY) -> Profile:
     """The profile of a cluster that does nothing else meanwhile."""
-    async with watching(deployment.endpoints["http"], 3600.0) as watch:
+    async with watching(access.connection(Origin.parse(deployment.url)), 3600.0) as watch:
         pass
-    async with Client(deployment.endpoints["grpc"], retry=Retry(attempts=1)) as client:
+    async with access.client(deployment.endpoints["grpc"], Retry(attempts=1)) as client:
         models = await client.models()
         limits = Limits(
             models[0].max_model_len,

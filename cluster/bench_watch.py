@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .http_client import Broken, HttpConnection, Origin, Unreachable
+from .http_client import Broken, HttpConnection, Unreachable
 from .simulator.timeline import Row
 
 
@@ -62,9 +62,10 @@ def _row(sums: dict[tuple[str, str], float], workers: dict[str, int], at: float)
 
 
 @contextlib.asynccontextmanager
-async def watching(address: str, every_s: float) -> AsyncIterator[Watch]:
-    """Looks every so often while the block runs, and once before; a look that fails is left out."""
-    watch, connection = Watch(), HttpConnection(Origin.parse(f"http://{address}"))
+async def watching(connection: HttpConnection, every_s: float) -> AsyncIterator[Watch]:
+    """Looks every so often while the block runs, and once before; a look that fails is left out. Closes the
+    connection."""
+    watch = Watch()
 
     async def look() -> None:
         with contextlib.suppress(Unreachable, Broken):

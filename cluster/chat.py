@@ -15,7 +15,7 @@ from typing import Protocol
 from rich.console import Console
 
 from ..proto.errors import BatonError
-from .generate import error_text
+from .failures import error_text
 from .output import say
 
 Message = dict[str, str]

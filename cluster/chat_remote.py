@@ -10,15 +10,21 @@ import grpc
 from ..client.errors import as_error
 from ..proto import baton_pb2 as api
 from ..proto.baton_pb2_grpc import BatonStub
+from .access import NOBODY, Access
 from .chat import Ended, Message, Pieces, Wanted
 
 
 class RemoteModel:
     """Speaks gRPC to a router."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access = NOBODY) -> None:
         self._address = address
-        self._channel = grpc.insecure_channel(address)
+        self._metadata = tuple(access.headers.items())
+        credentials = access.credentials
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address)
+        else:
+            self._channel = grpc.secure_channel(address, credentials)
         self._stub = BatonStub(self._channel)
 
     def __enter__(self) -> RemoteModel:
@@ -38,7 +44,7 @@ class RemoteModel:
         )
         if wanted.max_tokens is not None:
             request.max_tokens = wanted.max_tokens
-        call: Any = self._stub.Generate(request)
+        call: Any = self._stub.Generate(request, metadata=self._metadata)
         try:
             for event in call:
                 if event.WhichOneof("event") == "tokens":

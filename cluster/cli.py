@@ -21,9 +21,11 @@ from .cli_options import (
     DEFAULT_ADMIN,
     AddressOption,
     AdminOption,
+    AuthorityOption,
     ConfigArgument,
     ConfigOption,
     JsonOption,
+    KeyOption,
     PrintOption,
     SetOption,
     VerboseOption,
@@ -32,7 +34,7 @@ from .cli_options import (
     warn,
 )
 from .early import prepare
-from .failures import CommandFailed
+from .failures import CommandFailed, error_text
 from .output import say
 
 app = typer.Typer(
@@ -105,13 +107,17 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(min=0, max=20, help="Alternatives per token (with --json).")] = None,
     json_: JsonOption = False,
     report: Annotated[bool, typer.Option("--report", help="Print where each phase ran and what it cost.")] = False,
+    api_key: KeyOption = None,
+    tls_ca: AuthorityOption = None,
     set_: SetOption = None,
     print_config: PrintOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Generate text: from one prompt, streamed, or from a file of requests, as JSON lines in input order."""
     from . import driver, requests_input
+    from .access import Access
 
+    access = Access.given(api_key, tls_ca)
     one_target(config, address, set_, print_config)
     loaded = load_config(config, set_, print_config) if config is not None else None
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -129,7 +135,7 @@ def generate(
     if loaded is None:
         from .generate import with_address
 
-        raise typer.Exit(driver.run(with_address(address or "", lines, as_json, report)))
+        raise typer.Exit(driver.run(with_address(address or "", lines, as_json, report, access=access)))
     from .model_check import check_model
 
     facts = check_model(loaded)
@@ -138,7 +144,7 @@ def generate(
         from .generate import with_cluster
 
         warn(facts.warnings)
-        code = driver.run(with_cluster(loaded, facts, lines, as_json, report, verbose))
+        code = driver.run(with_cluster(loaded, facts, lines, as_json, report, verbose, access))
     raise typer.Exit(code)
 
 
@@ -196,13 +202,17 @@ def calibrate(
     output: Annotated[Path, typer.Option(metavar="FILE.yaml", help="The hardware profile to write.")],
     repeats: Annotated[int, typer.Option(min=1, help="Times that each step is measured.")] = 5,
     cluster: Annotated[bool, typer.Option("--cluster", help="Also measure the KV's way, in a cluster.")] = False,
+    api_key: KeyOption = None,
+    tls_ca: AuthorityOption = None,
     set_: SetOption = None,
     print_config: PrintOption = False,
 ) -> None:
     """Measure the engine on this machine, fit its step times, and write a hardware profile for plan and simulate."""
     from . import driver
+    from .access import Access
     from .planner import calibrate as calibrating
 
+    access = Access.given(api_key, tls_ca)
     loaded = load_config(config, set_, print_config)
     if not cluster:
         raise typer.Exit(calibrating.run(loaded, output, repeats))
@@ -211,7 +221,7 @@ def calibrate(
     facts = check_model(loaded)
     code = driver.supervise_if_needed()
     if code is None:
-        code = driver.run(calibrating.with_cluster(loaded, facts, output, repeats))
+        code = driver.run(calibrating.with_cluster(loaded, facts, output, repeats, access))
     raise typer.Exit(code)
 
 
@@ -302,7 +312,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(1)
     except BatonError as error:
-        print(f"baton: {error.code}: {error.message}", file=sys.stderr)
+        print(f"baton: {error_text(error)}", file=sys.stderr)
         sys.exit(1)
     except CommandFailed as error:
         print(f"baton: {error}", file=sys.stderr)

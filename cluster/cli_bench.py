@@ -10,9 +10,11 @@ import typer
 from ..proto.errors import ConfigError
 from .cli_options import (
     AddressOption,
+    AuthorityOption,
     ConfigArgument,
     ConfigOption,
     JsonOption,
+    KeyOption,
     PrintOption,
     SetOption,
     load_config,
@@ -49,12 +51,16 @@ def bench(
     ] = None,
     html: HtmlOption = None,
     json_: JsonOption = False,
+    api_key: KeyOption = None,
+    tls_ca: AuthorityOption = None,
     set_: SetOption = None,
     print_config: PrintOption = False,
 ) -> None:
     """Measure TTFT, TPOT, ITL and throughput under the configuration's workload, and compare them with predictions."""
     from . import bench_plan, driver
+    from .access import Access
 
+    access = Access.given(api_key, tls_ca)
     one_target(config, address, set_, print_config)
     loaded = load_config(config, set_, print_config) if config is not None else None
     workload = bench_plan.workload(loaded, prompt_tokens, output_tokens)
@@ -72,7 +78,7 @@ def bench(
 
         if wants_more:
             raise ConfigError(f"{wants_more[0]} needs --config, which says what is to be simulated")
-        raise typer.Exit(driver.run(with_address(address or "", SLOSection(), workload, plan, json_)))
+        raise typer.Exit(driver.run(with_address(address or "", SLOSection(), workload, plan, json_, access)))
     from .model_check import check_model
 
     facts = check_model(loaded)
@@ -83,11 +89,11 @@ def bench(
         from .simulator import profile as profiles
 
         shown = Shown(json_, html, record, profiles.load(profile) if profile is not None else None)
-        code = driver.run(closed(loaded, facts, workload, plan, shown))
+        code = driver.run(closed(loaded, facts, workload, plan, shown, access))
     elif code is None:
         from .bench import with_cluster
 
-        code = driver.run(with_cluster(loaded, facts, workload, plan, json_))
+        code = driver.run(with_cluster(loaded, facts, workload, plan, json_, access))
     raise typer.Exit(code)
 
 

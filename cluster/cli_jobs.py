@@ -10,7 +10,9 @@ import typer
 from ..proto.errors import ConfigError
 from .cli_options import (
     AddressOption,
+    AuthorityOption,
     ConfigOption,
+    KeyOption,
     PrintOption,
     SetOption,
     VerboseOption,
@@ -35,6 +37,8 @@ def batch(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Take the errors out of OUT and try those lines again.")
     ] = False,
+    api_key: KeyOption = None,
+    tls_ca: AuthorityOption = None,
     set_: SetOption = None,
     print_config: PrintOption = False,
     verbose: VerboseOption = False,
@@ -46,22 +50,24 @@ def batch(
     skipped. A line that fails becomes an error in OUT, and the exit code is 1.
     """
     from . import driver
+    from .access import Access
     from .batch import Job, with_cluster, with_url
     from .http_client import Origin
 
+    access = Access.given(api_key, tls_ca)
     one_target(config, url, set_, print_config, "--url")
     loaded = load_config(config, set_, print_config) if config is not None else None
     job = Job(source, target, in_flight, retry_failed)
     job.check()
     if loaded is None:
-        raise typer.Exit(driver.run(with_url(Origin.parse(url or ""), job)))
+        raise typer.Exit(driver.run(with_url(Origin.parse(url or ""), job, access)))
     from .model_check import check_model
 
     facts = check_model(loaded)
     code = driver.supervise_if_needed()
     if code is None:
         warn(facts.warnings)
-        code = driver.run(with_cluster(loaded, facts, job, verbose))
+        code = driver.run(with_cluster(loaded, facts, job, verbose, access))
     raise typer.Exit(code)
 
 
@@ -74,6 +80,8 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, max=100, help="0 takes the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(min=0.001, max=1)] = 0.95,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1)] = 0,
+    api_key: KeyOption = None,
+    tls_ca: AuthorityOption = None,
     set_: SetOption = None,
     print_config: PrintOption = False,
 ) -> None:
@@ -91,9 +99,10 @@ def chat(
         if config is not None:
             raise ConfigError("CONFIG goes with --local: the cluster at --address has its configuration already")
         one_target(None, address, set_, print_config)
+        from .access import Access
         from .chat_remote import RemoteModel
 
-        with RemoteModel(address) as remote:
+        with RemoteModel(address, Access.given(api_key, tls_ca)) as remote:
             raise typer.Exit(converse(remote, wanted, system))
     if config is None:
         raise ConfigError("--local needs CONFIG, which names the model")

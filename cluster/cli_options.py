@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -21,6 +22,13 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE
 PrintOption = Annotated[bool, typer.Option("--print-config", help="Print the resulting configuration and stop.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show what the workers log.")]
+KeyOption = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="BATON_API_KEY", metavar="KEY", help="Of a tenant, where there are any."),
+]
+AuthorityOption = Annotated[
+    Path | None, typer.Option("--tls-ca", metavar="FILE", help="PEM: whom a router with TLS has its certificate from.")
+]
 DEFAULT_ADMIN = "127.0.0.1:50052"
 
 

@@ -73,13 +73,18 @@ def exposed(config: Config) -> list[str]:
     """Listeners that other hosts can reach and anybody may use."""
     router, found = config.router, []
     guarded = router.tenants is not None or (router.tls is not None and router.tls.client_ca is not None)
-    for name in ("grpc", "http", "admin"):
-        address = getattr(router, name)
-        if split_address(address)[0] in _LOOPBACK or (guarded and name != "admin"):
+    listeners = [(f"router.{name}", getattr(router, name)) for name in ("grpc", "http", "admin")]
+    for name in ("prefill", "decode"):
+        address = getattr(config.pools, name).vllm_grpc
+        if address is not None:
+            listeners.append((f"pools.{name}.vllm_grpc", address))
+    for key, address in listeners:
+        admin = key == "router.admin"
+        if split_address(address)[0] in _LOOPBACK or (guarded and not admin):
             continue
-        what = "can drain workers and scale pools" if name == "admin" else "can use the model"
-        cure = "listen on 127.0.0.1" if name == "admin" else "give router.tenants (see `baton keys`)"
-        found.append(f"router.{name} listens on {address}: whoever reaches it {what} without a key; {cure}")
+        what = "can drain workers and scale pools" if admin else "can use the model"
+        cure = "listen on 127.0.0.1" if admin else "give router.tenants (see `baton keys`)"
+        found.append(f"{key} listens on {address}: whoever reaches it {what} without a key; {cure}")
     return found
 
 

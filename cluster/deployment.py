@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
-from ..client.api import Client
 from ..proto.errors import ConfigError
 from ..router.params import RouterParams
 from . import ray_environment, spec
@@ -21,6 +20,7 @@ from .control_service import ControlService
 from .controller import Controller, ControllerSettings
 from .failures import StartFailed, port_hint
 from .launcher import Launcher
+from .units import show_duration
 
 _ROUTER_COMMAND = (sys.executable, "-m", "baton.cluster.router_process")
 _log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Deployment:
         self._stopping = asyncio.Event()
         self._router_task: asyncio.Task[None] | None = None
         self._router_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._router_serves = asyncio.Event()
 
     async def open(self) -> None:
         """Start everything; returns when requests can be served. Raises StartFailed, AddressTaken or ConfigError."""
@@ -90,8 +91,11 @@ class Deployment:
         finally:
             workers.cancel()
             await asyncio.gather(workers, return_exceptions=True)
-        async with Client(self.endpoints["grpc"]) as client:
-            await client.wait_serving(self._config.cluster.start_timeout)
+        try:
+            await asyncio.wait_for(self._router_serves.wait(), self._config.cluster.start_timeout)
+        except TimeoutError:
+            limit = show_duration(self._config.cluster.start_timeout)
+            raise StartFailed(f"router: not ready to serve within cluster.start_timeout ({limit})") from None
 
     async def close(self) -> None:
         """Stop the router, which lets live streams finish for a while, then the workers, then the launcher."""
@@ -106,6 +110,11 @@ class Deployment:
         await self.controller.close()
         await self._launcher.close()
         await self._control.stop()
+
+    @property
+    def url(self) -> str:
+        """Of the HTTP service."""
+        return f"http{'s' if self._config.router.tls is not None else ''}://{self.endpoints['http']}"
 
     def capacity(self) -> tuple[int, int]:
         """KV capacity in tokens and maximum concurrency in sequences of the decode pool, as its workers said."""
@@ -136,6 +145,8 @@ class Deployment:
         def on_report(kind: str, fields: dict[str, Any]) -> None:
             if kind != "log" or not self._stopping.is_set():  # while it stops it only mourns its workers
                 self._on_report(name, kind, fields)
+            if kind == "serving":
+                self._router_serves.set()
             if kind == "ready":
                 self.endpoints.update({"grpc": fields["grpc"], "http": fields["http"]})
                 if not self._router_ready.done():

@@ -15,8 +15,10 @@ from ..client.api import Client
 from ..client.completion import Choice, Completion
 from ..proto import baton_pb2 as api
 from ..proto.errors import BatonError
+from .access import NOBODY, Access
 from .config import Config
 from .deployment import running
+from .failures import error_text
 from .membership import Member
 from .model_check import ModelFacts
 from .output import say
@@ -28,7 +30,13 @@ _CONCURRENT = 64
 
 
 async def with_cluster(
-    config: Config, facts: ModelFacts, lines: Sequence[RequestLine], as_json: bool, report: bool, verbose: bool
+    config: Config,
+    facts: ModelFacts,
+    lines: Sequence[RequestLine],
+    as_json: bool,
+    report: bool,
+    verbose: bool,
+    access: Access = NOBODY,
 ) -> int:
     """Start a cluster for these requests only."""
     progress = StartProgress(verbose)
@@ -38,7 +46,8 @@ async def with_cluster(
             progress.stop()
             start_s = time.monotonic() - started
             members = list(deployment.controller.feed.view.members.values())
-            return await with_address(deployment.endpoints["grpc"], lines, as_json, report, members, start_s)
+            address = deployment.endpoints["grpc"]
+            return await with_address(address, lines, as_json, report, members, start_s, access)
 
 
 async def with_address(
@@ -48,9 +57,10 @@ async def with_address(
     report: bool,
     members: Sequence[Member] = (),
     start_s: float | None = None,
+    access: Access = NOBODY,
 ) -> int:
     """Send the requests to a router; `members` lets the report say where its workers run."""
-    async with Client(address) as client:
+    async with access.client(address) as client:
         if len(lines) == 1 and not as_json:
             completions = [await _streamed(client, lines[0])]
         else:
@@ -106,14 +116,6 @@ async def _together(client: Client, lines: Sequence[RequestLine]) -> list[Comple
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return completions
-
-
-def error_text(error: BatonError) -> str:
-    """For people: the field, the message, the hint."""
-    named = not error.field or error.message.startswith(f"{error.field}:")
-    field = "" if named else f"{error.field}: "
-    retry = f" (try again in {error.retry_after_s:g} s)" if error.retry_after_s else ""
-    return f"{error.code}: {field}{error.message}{retry}"
 
 
 def output_line(name: str | int, result: Completion | BatonError) -> dict[str, Any]:

@@ -57,10 +57,15 @@ class Reply:
 
 
 class HttpConnection:
-    """One connection to `origin`, opened when it is needed. One request at a time."""
+    """One connection to `origin`, opened when it is needed. One request at a time, each with `headers`. context: of
+    https; None: the system's authorities."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(
+        self, origin: Origin, headers: Mapping[str, str] | None = None, context: ssl.SSLContext | None = None
+    ) -> None:
         self._origin = origin
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        self._context = context
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     def close(self) -> None:
@@ -78,7 +83,7 @@ class HttpConnection:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         origin = self._origin
-        context = ssl.create_default_context() if origin.secure else None
+        context = (self._context or ssl.create_default_context()) if origin.secure else None
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(origin.host, origin.port, ssl=context)
@@ -97,7 +102,7 @@ class HttpConnection:
         origin = self._origin
         head = (
             f"{method} {origin.prefix}{path} HTTP/1.1\r\nHost: {origin.host}:{origin.port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"{self._headers}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         whole = False
         try:

@@ -42,6 +42,6 @@ def ready_line(deployment: Deployment, name: str) -> str:
     at = deployment.endpoints
     tokens, sequences = deployment.capacity()
     return (
-        f"ready: {name} at grpc {at['grpc']}, http http://{at['http']}, admin {at['admin']}; "
+        f"ready: {name} at grpc {at['grpc']}, http {deployment.url}, admin {at['admin']}; "
         f"KV capacity {tokens:,} tokens, at most {sequences} sequences at a time"
     )

@@ -38,6 +38,14 @@ class InvalidRequest(BatonError):
     http_status = 400
 
 
+class Unauthenticated(BatonError):
+    """The call has no API key, or one that nobody has."""
+
+    code = "unauthenticated"
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
 class UnknownModel(BatonError):
     """The request names a model that is not served here."""
 
@@ -106,6 +114,7 @@ CODES: dict[str, type[BatonError]] = {
     for kind in (
         InternalError,
         InvalidRequest,
+        Unauthenticated,
         UnknownModel,
         Exhausted,
         Unavailable,

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import grpc
-
-from ..proto.errors import BatonError, InvalidRequest
+from ..proto.errors import InvalidRequest
 
 
 class AddressTaken(Exception):
     """A listening address is in use or cannot be bound; the message names its configuration key and the address."""
-
-
-class Unauthenticated(BatonError):
-    """The call has no API key, or one that nobody has."""
-
-    code: ClassVar[str] = "unauthenticated"
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNAUTHENTICATED
-    http_status: ClassVar[int] = 401
 
 
 class BodyTooLarge(InvalidRequest):

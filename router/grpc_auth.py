@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from .errors import Unauthenticated
+from ..proto.errors import Unauthenticated
 from .tenants import Tenants, current
 from .tracing import parent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 from grpc_channelz.v1 import channelz
@@ -87,14 +88,16 @@ class GrpcFrontend:
         handler = grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": method})
         self._server.add_generic_rpc_handlers((handler,))
 
-    async def follow_health(self, core: Core) -> None:
-        """Keeps the health service in step with readiness, for ever."""
+    async def follow_health(self, core: Core, serving: Callable[[], None]) -> None:
+        """Keeps the health service in step with readiness, for ever. `serving` is called whenever it becomes ready."""
         known = False
         while True:
             ready = not core.not_ready()
             if ready != known:
                 known = ready
                 await self._set_health(ready)
+                if ready:
+                    serving()
             await asyncio.sleep(_HEALTH_POLL_S)
 
     async def _set_health(self, ready: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import Unauthenticated
+from ..proto.errors import Unauthenticated
 from .http_generation import error_response
 from .tenants import Tenants, current
 from .tracing import parent

@@ -27,7 +27,8 @@ from .text_service import TextService
 async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None], stop: asyncio.Event) -> None:
     """Serves until `stop` is set, then lets live streams finish for params.stop_grace_s.
 
-    Calls report("ready", {"grpc", "http", "pid"}) once both ports answer; the addresses have the real ports.
+    Calls report("ready", {"grpc", "http", "pid"}) once both ports answer; the addresses have the real ports. Then
+    report("serving", {}) whenever requests can be served that could not before.
     Raises AddressTaken before anything is loaded, ConfigError for a model whose tokenizer cannot be read.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -46,7 +47,8 @@ async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None
         door = FrontDoor(params, core, text, rng)
         await grpc_frontend.start(door)
         follow = membership.follow(params.membership_address, params.router_id, core.view_changed)
-        health, lag = grpc_frontend.follow_health(core), loop_lag.watch(core.metrics.loop_lag.observe)
+        health = grpc_frontend.follow_health(core, lambda: report("serving", {}))
+        lag = loop_lag.watch(core.metrics.loop_lag.observe)
         background = [asyncio.create_task(work) for work in (follow, health, lag)]
         stack.push_async_callback(_cancel, background)
         batches = await asyncio.to_thread(_batches, params, door, rng)

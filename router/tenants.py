@@ -12,8 +12,7 @@ import hmac
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-from ..proto.errors import Exhausted
-from .errors import Unauthenticated
+from ..proto.errors import Exhausted, Unauthenticated
 from .params import TenantParams
 from .token_bucket import TokenBucket
 

@@ -14,7 +14,8 @@ import pytest
 from baton.client.api import Client
 from baton.cluster import cli, requests_input
 from baton.cluster.admin import show_status
-from baton.cluster.generate import error_text, with_address
+from baton.cluster.failures import error_text
+from baton.cluster.generate import with_address
 from baton.cluster.membership import Member
 from baton.cluster.requests_input import RequestLine, from_fields, read_lines
 from baton.proto import baton_pb2 as api

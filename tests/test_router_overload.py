@@ -65,9 +65,8 @@ async def test_ten_times_the_capacity_for_two_minutes(tmp_path: Path) -> None:
             over = await says(clients, "goodput")
         await asyncio.to_thread(oracles.check_pool, url)
         await asyncio.to_thread(oracles.check_accounts, url)
-    print(
-        f"best {best['best']:.1f}/s, then {over}; memory grew by {grown / 2**20:.1f} MiB, {used / SECONDS:.0%} of a core"
-    )
+    print(f"best {best['best']:.1f}/s, then {over}")
+    print(f"memory grew by {grown / 2**20:.1f} MiB; the router used {used / (0.75 * SECONDS):.0%} of a core")
     assert best["best_others"] == over["others"] == {}
     assert over["goodput"] >= 0.9 * best["best"]
     assert over["p99"] < 0.05

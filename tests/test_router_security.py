@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from baton.cluster import tenants as tenants_file
 from baton.proto import baton_pb2 as api
 from baton.proto import worker_pb2 as pb
 from baton.proto.baton_pb2_grpc import BatonStub
-from baton.proto.errors import ConfigError, Exhausted
-from baton.router.errors import Unauthenticated
+from baton.proto.errors import ConfigError, Exhausted, Unauthenticated
 from baton.router.params import FrontTLS, TenantParams
 from baton.router.tenants import ANYBODY, Tenants, key_hash, salted
 from baton.router.token_bucket import TokenBucket
+from baton.tests.harness.pki import authority
 from baton.tests.harness.router_rig import RouterRig, router_rig
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -218,23 +217,6 @@ async def test_a_tenant_over_its_rate_gets_429_and_others_do_not(guarded: Router
 
 
 # ---- TLS -----------------------------------------------------------------------------------------------------------
-
-
-def authority(folder: Path) -> tuple[FrontTLS, Path, Path]:
-    """A certificate for localhost, the authority that made it, and a client's certificate with its key."""
-    folder.mkdir()
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    openssl("req", "-x509", *key, "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
-    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    openssl("req", *key, "-subj", "/CN=localhost", "-keyout", "end.key", "-out", "end.csr")
-    sign = ("x509", "-req", "-in", "end.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
-    openssl(*sign, "-extfile", "san", "-out", "end.pem")
-    files = FrontTLS(str(folder / "end.pem"), str(folder / "end.key"), "")
-    return files, folder / "ca.pem", folder / "end.pem"
 
 
 @pytest.mark.parametrize("mutual", [False, True])

@@ -19,6 +19,8 @@ from ..router import membership
 from ..router.channels import public_options
 from ..router.core import Core
 from ..router.front_door import FrontDoor
+from ..router.front_tls import grpc_credentials
+from ..router.grpc_auth import Authenticated
 from ..router.grpc_guard import Guard
 from ..router.sessions import Member
 from ..router.tenants import Tenants
@@ -34,19 +36,26 @@ _STOP_S = 0.2
 
 
 async def serve(params: VllmParams, listening: Callable[[str], None]) -> None:
-    """Serves until it is cancelled; `listening` is told the address. Raises ConfigError when it is taken."""
+    """Serves until it is cancelled; `listening` is told the address. Keys, rates and TLS are those of the router's
+    front door. Raises ConfigError when the address is taken or a file of TLS cannot be used."""
     async with contextlib.AsyncExitStack() as stack:
         options = public_options(params.router.grpc, params.router.limits.body_bytes)
-        server = grpc.aio.server(interceptors=(Guard(frozenset((SERVICE,))),), options=options)
+        tenants, tls = Tenants(params.router.tenants, time.monotonic()), params.router.tls
+        credentials = grpc_credentials(tls) if tls is not None else None
+        interceptors = (Authenticated(tenants), Guard(frozenset((SERVICE,))))
+        server = grpc.aio.server(interceptors=interceptors, options=options)
         stack.push_async_callback(server.stop, _STOP_S)
         try:
-            port = server.add_insecure_port(params.address)
+            if credentials is None:
+                port = server.add_insecure_port(params.address)
+            else:
+                port = server.add_secure_port(params.address, credentials)
         except RuntimeError as error:
             raise ConfigError(f"{params.key}: cannot listen on {params.address}: {error}") from None
         text = await asyncio.to_thread(TextService.load, params.router.model_path, params.router.max_inflight)
         stack.callback(text.close)
         rng = random.Random()
-        core = Core(params.router, text.tokenizer, rng, Tenants((), time.monotonic()))
+        core = Core(params.router, text.tokenizer, rng, tenants)
         stack.push_async_callback(core.sessions.close)
         service = VllmEngine(params, FrontDoor(params.router, core, text, rng), resolve(params.router.model_path))
         checks = health.aio.HealthServicer()

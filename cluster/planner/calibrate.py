@@ -23,6 +23,7 @@ from rich.table import Table
 
 from ...proto.errors import ConfigError
 from .. import hardware, spec
+from ..access import NOBODY, Access
 from ..bench_closed import calibrate as calibrate_cluster
 from ..config import Config
 from ..deployment import running
@@ -62,14 +63,14 @@ def fitted(cells: list[Timed]) -> Fitted:
     )
 
 
-async def with_cluster(config: Config, facts: ModelFacts, output: Path, repeats: int) -> int:
+async def with_cluster(config: Config, facts: ModelFacts, output: Path, repeats: int, access: Access = NOBODY) -> int:
     """The same as `run`, and before it the KV's way through a cluster that is started for it."""
     check(config, output)
     progress = StartProgress(verbose=False)
     with progress:
         async with running(config, facts.name, progress.report) as deployment:
             progress.stop()
-            profile = await calibrate_cluster(config, deployment)
+            profile = await calibrate_cluster(config, deployment, access)
     way, token = profile.transfer, setup.site(config).cost("prefill").kv_token_bytes
     bandwidth = token / way.token_s if way.token_s > 0 else _UNLIMITED
     return run(config, output, repeats, {"alpha_s": way.alpha_s, "bandwidth": f"{bandwidth / 1e9:.9f}GB/s"})

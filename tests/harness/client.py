@@ -126,10 +126,10 @@ class Stream:
 
 
 class Client:
-    """Speaks baton.v1 to one router."""
+    """Speaks baton.v1 to one router, on a connection of its own."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address)
+        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self._stub = baton_pb2_grpc.BatonStub(self._channel)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from .tied import tied
 
 _START_S = 90.0  # of the 120 that a test may take: beside others a start is slow
 _STOP_S = 20.0
-_ENDPOINT = re.compile(r"\b(grpc|http|admin)\b\W+(?:http://)?(127\.0\.0\.1:\d+)")
+_ENDPOINT = re.compile(r"\b(grpc|http|admin)\b\W+(?:https?://)?(127\.0\.0\.1:\d+)")
 
 
 def tiny_config(model: Path) -> dict[str, Any]:
@@ -106,10 +106,18 @@ class Rig:
             AdminStub(channel).Drain(control_pb2.DrainRequest(worker_id=name), timeout=60)
 
     def router_pid(self) -> int:
-        """Of the router's process."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        (router,) = [child.pid for child in children if "baton.cluster.router_process" in child.cmdline()]
+        """Of the only router's process."""
+        (router,) = self.router_pids()
         return router
+
+    def router_pids(self) -> list[int]:
+        """Of all routers' processes."""
+        found: list[int] = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if "baton.cluster.router_process" in child.cmdline():
+                    found.append(child.pid)
+        return found
 
     def kill_worker(self, name: str, kind: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to rank 0 of a worker."""

@@ -406,8 +406,9 @@ class RouterRig:
         self.task: asyncio.Task[None] | None = None
 
     def _report(self, kind: str, what: dict[str, Any]) -> None:
-        self.addresses = what
-        self._up.set()
+        if kind == "ready":
+            self.addresses = what
+            self._up.set()
 
     async def start(self) -> None:
         self.task = asyncio.create_task(main.run(self.params, self._report, self.stop))
@@ -418,8 +419,9 @@ class RouterRig:
             self.task.result()
         self.channel = grpc.aio.insecure_channel(self.addresses["grpc"])
         self.stub = BatonStub(self.channel)
+        scheme = "http" if self.params.tls is None else "https"
         self.http = httpx.AsyncClient(
-            base_url=f"http://{self.addresses['http']}", timeout=20, trust_env=False, verify=False
+            base_url=f"{scheme}://{self.addresses['http']}", timeout=20, trust_env=False, verify=False
         )
 
     async def ready(self) -> None:
