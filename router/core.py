@@ -101,6 +101,8 @@ class Core:
             raise Exhausted(f"{len(self.lives)} requests are in flight", retry_after_s=hint_s)
         self.tenants.charge(request.tenant, _cost(request), now)
         live = Live(f"req-{uuid.uuid4().hex}", request, now, self._params.attempts, self._tokenizer)
+        if self.tracer is not None:
+            self.tracer.begun(live)
         self._idle.clear()
         self.metrics.accepted.inc()
         _log.info("%s accepted: %d prompt tokens, label %r", live.request_id, len(request.prompt_ids), request.label)

@@ -86,7 +86,7 @@ def metadata(context: Context) -> dict[str, str]:
 
 async def _stream(answer: Answer, context: Context) -> None:
     try:
-        await context.send_initial_metadata((("x-request-id", answer.request_id),))
+        await context.send_initial_metadata(tuple(answer.headers.items()))
         async for event in events(answer):
             await context.write(event)
     except BatonError as error:

@@ -44,11 +44,11 @@ class Generation(Response):
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            request_id = await self._running.start()
+            await self._running.start()
             if self._call.stream:
-                await self._send_events(request_id, send)
+                await self._send_events(send)
                 return
-            headers = {"x-request-id": request_id}
+            headers = self._running.headers
             response = await self._running.whole(lambda builder: JSONResponse(builder.whole(), headers=headers))
             await response(scope, receive, send)
         except BatonError as error:
@@ -56,12 +56,12 @@ class Generation(Response):
         finally:
             self._running.cancel()
 
-    async def _send_events(self, request_id: str, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         """Headers leave with the first part, so that what fails before it has its own status."""
         builder, parts = self._running.builder, self._running.parts()
         part = await anext(parts, None)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        headers.append((b"x-request-id", request_id.encode()))
+        headers += [(name.encode(), value.encode()) for name, value in self._running.headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             while part is not None:

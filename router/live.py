@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, Cancelled, Unavailable
@@ -14,6 +15,9 @@ from .output import RequestOutput
 from .record import Record
 from .request_life import RequestLife
 from .requests import Output, Prepared, TokenScore, TopToken
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 SCORES_S = 5.0  # for the scores of a prompt, which may come behind its answer
 
@@ -33,6 +37,7 @@ class Live:
         self.together = 1 if request.stops else request.stream_interval  # so many are made text at a time
         self.sampling = sampling.to_wire()
         self.traceparent = tracing.parent.get()
+        self.span: Span | None = None  # where requests are traced
         self.deadline = now + request.deadline_s
         self.scores: dict[int, TokenScore] = {}  # of the prompt's tokens, by position
         self.all_scored = asyncio.Event()
@@ -70,6 +75,12 @@ class Answer:
         self.prompt_ids = live.request.prompt_ids
         self.prompt_tokens = len(self.prompt_ids)
         self.scored = live.request.sampling.prompt_logprobs is not None  # whether prompt_scores were asked for
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What is said beside the answer: its id and, where requests are traced, its span."""
+        named, span = {"x-request-id": self.request_id}, self._live.span
+        return named if span is None else {**named, "traceparent": tracing.traceparent(span)}
 
     def outputs(self) -> AsyncIterator[list[Output]]:
         """The answer in order; raises the BatonError that ended it. To be read once."""

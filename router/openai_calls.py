@@ -103,6 +103,11 @@ class Running:
         self.builder = AnswerBuilder(self._call.form, first, now, params.served_name, text.tokenizer, self._call.wanted)
         return first
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer, once it was started."""
+        return self._answers[0].headers
+
     async def parts(self) -> AsyncIterator[tuple[int, list[Output]]]:
         """(prompt, outputs) as they come; what is repeated of a prompt is with the builder before its first ones."""
         wanted, builder = self._call.wanted, self.builder

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests, made when a request ends from what was measured of it.
+"""OpenTelemetry spans of requests; those of its phases are made when it ends, from what was measured of it.
 
     request                    from its arrival to its end
       queue                    in the router for P's lookahead, at D for blocks, at P for its turn
@@ -6,7 +6,8 @@
       transfer                 first frame to last acknowledgement; begins inside prefill when layers are sent early
       decode                   from the first token to the last
 
-A request that carries a W3C `traceparent` goes on with its trace. Without `router.traces` none of this is imported.
+A request that carries a W3C `traceparent` goes on with its trace, and its answer says which span it was. Without
+`router.traces` none of this is imported.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..proto.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from .live import Live
 
 parent: ContextVar[str] = ContextVar("traceparent", default="")  # as the client sent it
+
+
+def traceparent(span: Span) -> str:
+    """The W3C header that names a span."""
+    at = span.get_span_context()
+    return f"00-{at.trace_id:032x}-{at.span_id:016x}-{at.trace_flags:02x}"
 
 
 class Phase(NamedTuple):
@@ -55,26 +64,30 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
         self._wall = time.time() - time.monotonic()
 
-    def ended(self, live: Live, now: float, error: BatonError | None) -> None:
-        """The spans of a request that is over."""
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+    def begun(self, live: Live) -> None:
+        """The span of a request that was accepted."""
+        from opentelemetry.trace import SpanKind
 
-        record = live.record
         context = self._propagator.extract({"traceparent": live.traceparent}) if live.traceparent else None
-        root = self._tracer.start_span(
-            "request",
-            context=context,
-            kind=SpanKind.SERVER,
-            start_time=self._ns(record.received),
-            attributes={
-                "request.id": live.request_id,
+        begin, named = self._ns(live.record.received), {"request.id": live.request_id}
+        live.span = self._tracer.start_span("request", context, SpanKind.SERVER, named, start_time=begin)
+
+    def ended(self, live: Live, now: float, error: BatonError | None) -> None:
+        """The rest, of a request that is over."""
+        from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+        root, record = live.span, live.record
+        if root is None:
+            return
+        root.set_attributes(
+            {
                 "gen_ai.usage.input_tokens": record.prompt_tokens,
                 "gen_ai.usage.output_tokens": live.output.completion_tokens,
                 "baton.prefill_worker": record.prefill_worker,
                 "baton.decode_worker": record.decode_worker,
                 "baton.kv_bytes": record.kv_bytes,
                 "baton.attempts": 1 + live.life.retries,
-            },
+            }
         )
         if error is not None:
             root.set_status(Status(StatusCode.ERROR, error.code))

@@ -27,15 +27,22 @@ async def test_spans_nest_and_follow_the_clients_trace(tmp_path: Path, monkeypat
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 8}
         answer = await rig.http.post("/v1/completions", json=body, headers={"traceparent": PARENT})
         assert answer.status_code == 200
+        streamed = await rig.http.post("/v1/completions", json={**body, "stream": True})
         call = rig.stub.Generate(api.GenerateRequest(prompt="hi", max_tokens=8), metadata=(("traceparent", PARENT),))
         async for _ in call:
             pass
+        told = [answer.headers["traceparent"], streamed.headers["traceparent"]]
+        told.append(dict(await call.initial_metadata())["traceparent"])
         await rig.generate(prompt="hi", max_tokens=8)
         tracers[0]._provider.force_flush()
     spans = exporter.get_finished_spans()
     roots = [span for span in spans if span.name == "request"]
-    assert [root.parent is not None for root in roots] == [True, True, False]
-    for root in roots[:2]:
+    assert [root.parent is not None for root in roots] == [True, False, True, False]
+    assert told == [
+        f"00-{root.context.trace_id:032x}-{root.context.span_id:016x}-{root.context.trace_flags:02x}"
+        for root in roots[:3]
+    ]
+    for root in roots[0], roots[2]:
         assert f"{root.context.trace_id:032x}" == PARENT.split("-")[1]
         assert root.parent is not None
         assert f"{root.parent.span_id:016x}" == PARENT.split("-")[2]
