@@ -30,7 +30,7 @@ class Access:
             raise ConfigError("--api-key or BATON_API_KEY: has characters that no key has; `baton keys` prints one")
         access = Access(key or None, authority)
         if authority is not None:
-            access._context()
+            access.context()
         return access
 
     @property
@@ -50,9 +50,10 @@ class Access:
 
     def connection(self, origin: Origin) -> HttpConnection:
         """Not yet open."""
-        return HttpConnection(origin, self.headers, self._context() if origin.secure else None)
+        return HttpConnection(origin, self.headers, self.context() if origin.secure else None)
 
-    def _context(self) -> ssl.SSLContext:
+    def context(self) -> ssl.SSLContext:
+        """Of https. Raises ConfigError for what is no certificate."""
         try:
             return ssl.create_default_context(cafile=self.authority)
         except OSError as error:  # SSLError is one

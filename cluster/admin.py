@@ -8,7 +8,7 @@ import sys
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import grpc
 from rich.console import Console
@@ -17,6 +17,9 @@ from rich.table import Table
 from ..proto import control_pb2 as pb
 from ..proto.control_pb2_grpc import AdminStub
 from ..proto.errors import ConfigError
+from ..proto.peer_tls import PeerTLS, blocking_channel
+from .access import NOBODY, Access
+from .failures import KEY_HINT
 from .output import results, say
 from .units import split_address
 
@@ -24,13 +27,13 @@ _QUICK_S = 5.0
 _FILE_WIDTH = 200
 
 
-def _call(address: str, method: str, request: Any, timeout_s: float | None) -> Any:
+def _call(address: str, method: str, request: Any, timeout_s: float | None, tls: PeerTLS | None) -> Any:
     """The answer, or None after the reason was printed. Raises ConfigError for an address that is none."""
     try:
         split_address(address)
     except ValueError as error:
         raise ConfigError(f"--address: {address}: {error}") from None
-    with grpc.insecure_channel(address) as channel:
+    with blocking_channel(address, tls) as channel:
         try:
             return getattr(AdminStub(channel), method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -48,9 +51,9 @@ def _reason(failed: Any, address: str) -> str:
     return str(failed.details())
 
 
-def show_status(address: str, as_json: bool) -> int:
+def show_status(address: str, as_json: bool, tls: PeerTLS | None = None) -> int:
     """The workers, as a table or as JSON. Returns the exit code."""
-    answer = _call(address, "Status", pb.StatusRequest(), _QUICK_S)
+    answer = _call(address, "Status", pb.StatusRequest(), _QUICK_S, tls)
     if answer is None:
         return 1
     if as_json:
@@ -61,21 +64,27 @@ def show_status(address: str, as_json: bool) -> int:
     return 0
 
 
-def show_story(address: str, request_id: str, as_json: bool) -> int:
+def show_story(
+    address: str, request_id: str, as_json: bool, tls: PeerTLS | None = None, access: Access = NOBODY
+) -> int:
     """What happened to one request, as its router tells it. Returns the exit code."""
-    answer = _call(address, "Status", pb.StatusRequest(), _QUICK_S)
+    answer = _call(address, "Status", pb.StatusRequest(), _QUICK_S, tls)
     if answer is None:
         return 1
     router = next((endpoint.address for endpoint in answer.endpoints if endpoint.name == "http"), "")
     host, _, port = router.rpartition(":")
     host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
-    url = f"http://{host}:{port}/debug/requests/{quote(request_id, safe='')}"
+    scheme = "http" if access.authority is None else "https"
+    url = f"{scheme}://{host}:{port}/debug/requests/{quote(request_id, safe='')}"
     try:
-        with urlopen(url, timeout=_QUICK_S) as response:
+        with urlopen(
+            Request(url, headers=dict(access.headers)), timeout=_QUICK_S, context=access.context()
+        ) as response:
             story = json.load(response)
     except HTTPError as error:
         known = "the router knows of no such request; it tells only who asks on its own host, and forgets old ones"
-        print(f"baton: {request_id}: {known if error.code == 404 else error}", file=sys.stderr)
+        reasons = {404: known, 401: f"the router tells nobody without a key: {KEY_HINT}"}
+        print(f"baton: {request_id}: {reasons.get(error.code, error)}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"baton: no router answers at {router}: {error}", file=sys.stderr)
@@ -121,16 +130,16 @@ def _tell(answer: Any) -> int:
     return 0
 
 
-def drain(address: str, worker_id: str) -> int:
+def drain(address: str, worker_id: str, tls: PeerTLS | None = None) -> int:
     """Waits until the worker has stopped. Returns the exit code."""
-    return _tell(_call(address, "Drain", pb.DrainRequest(worker_id=worker_id), None))
+    return _tell(_call(address, "Drain", pb.DrainRequest(worker_id=worker_id), None, tls))
 
 
-def scale(address: str, pool: str, replicas: int) -> int:
+def scale(address: str, pool: str, replicas: int, tls: PeerTLS | None = None) -> int:
     """Returns the exit code."""
-    return _tell(_call(address, "Scale", pb.ScaleRequest(pool=pool, replicas=replicas), _QUICK_S))
+    return _tell(_call(address, "Scale", pb.ScaleRequest(pool=pool, replicas=replicas), _QUICK_S, tls))
 
 
-def set_role(address: str, worker_id: str, role: str) -> int:
+def set_role(address: str, worker_id: str, role: str, tls: PeerTLS | None = None) -> int:
     """Returns the exit code."""
-    return _tell(_call(address, "SetRole", pb.SetRoleRequest(worker_id=worker_id, role=role), _QUICK_S))
+    return _tell(_call(address, "SetRole", pb.SetRoleRequest(worker_id=worker_id, role=role), _QUICK_S, tls))

@@ -26,11 +26,13 @@ from .cli_options import (
     ConfigOption,
     JsonOption,
     KeyOption,
+    PeerOption,
     PrintOption,
     SetOption,
     VerboseOption,
     load_config,
     one_target,
+    peer_files,
     warn,
 )
 from .early import prepare
@@ -249,11 +251,18 @@ def status(
         str, typer.Option("--request", metavar="ID", help="what happened to this request (x-request-id) instead")
     ] = "",
     json_: JsonOption = False,
+    config: PeerOption = None,
+    api_key: KeyOption = None,
+    tls_ca: AuthorityOption = None,
 ) -> None:
     """Show the workers of a running cluster, or the story of one request."""
+    from .access import Access
     from .admin import show_status, show_story
 
-    raise typer.Exit(show_story(address, request, json_) if request else show_status(address, json_))
+    access, files = Access.given(api_key, tls_ca), peer_files(config)
+    if request:
+        raise typer.Exit(show_story(address, request, json_, files, access))
+    raise typer.Exit(show_status(address, json_, files))
 
 
 @app.command(epilog="Example: baton keys alice --file tenants.yaml")
@@ -270,11 +279,15 @@ def keys(
 
 
 @app.command(epilog="Example: baton drain decode-1")
-def drain(worker: Annotated[str, typer.Argument(metavar="WORKER")], address: AdminOption = DEFAULT_ADMIN) -> None:
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER")],
+    address: AdminOption = DEFAULT_ADMIN,
+    config: PeerOption = None,
+) -> None:
     """Let a worker finish its requests, then stop it; its pool gets smaller."""
     from .admin import drain as run_drain
 
-    raise typer.Exit(run_drain(address, worker))
+    raise typer.Exit(run_drain(address, worker, peer_files(config)))
 
 
 @app.command(epilog="Example: baton scale decode 2")
@@ -282,11 +295,12 @@ def scale(
     pool: Annotated[str, typer.Argument(metavar="POOL", help="prefill or decode")],
     replicas: Annotated[int, typer.Argument(metavar="N", min=1)],
     address: AdminOption = DEFAULT_ADMIN,
+    config: PeerOption = None,
 ) -> None:
     """Change the number of workers of a pool; those that leave are drained first."""
     from .admin import scale as run_scale
 
-    raise typer.Exit(run_scale(address, pool, replicas))
+    raise typer.Exit(run_scale(address, pool, replicas, peer_files(config)))
 
 
 @app.command(epilog="Example: baton role decode-1 prefill")
@@ -294,11 +308,12 @@ def role(
     worker: Annotated[str, typer.Argument(metavar="WORKER")],
     role: Annotated[str, typer.Argument(metavar="prefill|decode")],
     address: AdminOption = DEFAULT_ADMIN,
+    config: PeerOption = None,
 ) -> None:
     """Ask a worker to change its role."""
     from .admin import set_role
 
-    raise typer.Exit(set_role(address, worker, role))
+    raise typer.Exit(set_role(address, worker, role, peer_files(config)))
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from ..proto.errors import ConfigError
 from .output import say
 
 if TYPE_CHECKING:
+    from ..proto.peer_tls import PeerTLS
     from .config import Config
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="The cluster's YAML file.", show_default=False)]
@@ -29,6 +30,9 @@ KeyOption = Annotated[
 AuthorityOption = Annotated[
     Path | None, typer.Option("--tls-ca", metavar="FILE", help="PEM: whom a router with TLS has its certificate from.")
 ]
+PeerOption = Annotated[
+    str | None, typer.Option("--config", metavar="CONFIG", help="YAML whose cluster.tls gets to the admin service.")
+]
 DEFAULT_ADMIN = "127.0.0.1:50052"
 
 
@@ -41,6 +45,13 @@ def load_config(path: str, settings: list[str] | None, print_only: bool) -> Conf
         say(config_load.show(config))
         raise typer.Exit(0)
     return config
+
+
+def peer_files(config: str | None) -> PeerTLS | None:
+    """The certificates with which the admin service is reached. Raises ConfigError."""
+    from .spec import peer_tls
+
+    return None if config is None else peer_tls(load_config(config, None, False))
 
 
 def one_target(

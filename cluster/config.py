@@ -42,6 +42,25 @@ class ModelSection(Section):
     max_model_len: Annotated[int, Field(ge=8)] | None = None  # tokens; None: what the model was trained for
 
 
+class TLSSection(Section):
+    """PEM files with which both ends of a connection prove themselves; relative to the configuration's folder."""
+
+    certificate: Text
+    key: Text
+    ca: Text  # whom the peer's certificate must come from
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """By key."""
+        return {"certificate": self.certificate, "key": self.key, "ca": self.ca}
+
+
+class ClusterTLSSection(TLSSection):
+    """The same for gRPC within the cluster."""
+
+    name: Text = "baton"  # a DNS name that every certificate of the cluster carries
+
+
 class ClusterSection(Section):
     """Where the processes run and how patient their controller is."""
 
@@ -55,6 +74,7 @@ class ClusterSection(Section):
     drain_timeout: Duration = 600.0  # a draining worker may finish its requests for so long
     restart_delay: Duration = 0.5  # after a worker's death; doubles with each one that follows soon
     restart_delay_max: Duration = 30.0
+    tls: ClusterTLSSection | None = None  # of sessions, membership and admin; None: plain TCP, and anybody may
     logs: Literal["text", "json"] = "text"  # of `serve`, on stderr; json: everything, one object a line
 
 
@@ -114,19 +134,6 @@ class EngineSection(Section):
     speculation: SpeculationSection = SpeculationSection()  # of decode workers
     layer_group: Count = 4  # layers whose KV is sent together
     rank_timeout: Duration = 10.0  # of one exchange among the ranks of a worker
-
-
-class TLSSection(Section):
-    """PEM files with which both ends of every KV link prove themselves; relative to the configuration's folder."""
-
-    certificate: Text
-    key: Text
-    ca: Text  # whom the peer's certificate must come from
-
-    @property
-    def paths(self) -> dict[str, str]:
-        """By key."""
-        return {"certificate": self.certificate, "key": self.key, "ca": self.ca}
 
 
 class KVSection(Section):

@@ -59,6 +59,8 @@ def _front(config: Config) -> dict[str, str]:
             "router.batches.folder": "is shared by all tenants, whose files it would show to each other; leave it out"
         }
     named = {"router.tenants": router.tenants}
+    if config.cluster.tls is not None:
+        named |= {f"cluster.tls.{key}": path for key, path in config.cluster.tls.paths.items()}
     if router.tls is not None:
         files = {name: getattr(router.tls, name) for name in type(router.tls).model_fields}
         named |= {f"router.tls.{name}": path for name, path in files.items()}
@@ -80,11 +82,16 @@ def exposed(config: Config) -> list[str]:
             listeners.append((f"pools.{name}.vllm_grpc", address))
     for key, address in listeners:
         admin = key == "router.admin"
-        if split_address(address)[0] in _LOOPBACK or (guarded and not admin):
+        if split_address(address)[0] in _LOOPBACK or (config.cluster.tls is not None if admin else guarded):
             continue
         what = "can drain workers and scale pools" if admin else "can use the model"
-        cure = "listen on 127.0.0.1" if admin else "give router.tenants (see `baton keys`)"
+        cure = "give cluster.tls, or listen on 127.0.0.1" if admin else "give router.tenants (see `baton keys`)"
         found.append(f"{key} listens on {address}: whoever reaches it {what} without a key; {cure}")
+    if config.cluster.host not in _LOOPBACK and config.cluster.tls is None:
+        found.append(
+            f"cluster.host is {config.cluster.host}: whoever reaches a worker can use the model without a key; "
+            "give cluster.tls"
+        )
     return found
 
 

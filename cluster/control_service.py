@@ -15,6 +15,7 @@ from ..proto.control_pb2_grpc import (
     add_AdminServicer_to_server,
     add_MembershipServicer_to_server,
 )
+from ..proto.peer_tls import PeerTLS, add_port
 from ..router.channels import server_options
 from .controller import Controller
 from .failures import AddressTaken, Refused, port_hint
@@ -77,8 +78,15 @@ class _Admin(AdminServicer):
 class ControlService:
     """The server. `endpoints` is shown by Status and may be filled in later."""
 
-    def __init__(self, address: str, controller: Controller[Any], model: str, endpoints: dict[str, str]) -> None:
-        self._wanted = address
+    def __init__(
+        self,
+        address: str,
+        controller: Controller[Any],
+        model: str,
+        endpoints: dict[str, str],
+        tls: PeerTLS | None = None,
+    ) -> None:
+        self._wanted, self._tls = address, tls
         self._server = grpc.aio.server(options=server_options(_MESSAGE_BYTES))
         add_MembershipServicer_to_server(_Membership(controller), self._server)
         add_AdminServicer_to_server(_Admin(controller, model, endpoints), self._server)
@@ -87,7 +95,7 @@ class ControlService:
         """Listen; returns the address with its real port. Raises AddressTaken."""
         host, _ = split_address(self._wanted)
         try:
-            port = self._server.add_insecure_port(self._wanted)
+            port = add_port(self._server, self._wanted, self._tls)
         except RuntimeError:
             port = 0
         if port == 0:

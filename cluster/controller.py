@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from ..proto.errors import ConfigError
+from ..proto.peer_tls import PeerTLS
 from . import worker_probe
 from .failures import Refused, StartFailed
 from .launcher import Launcher, S
@@ -43,6 +44,7 @@ class ControllerSettings:
     drain_timeout_s: float
     heartbeat_s: float
     backoff: Backoff
+    tls: PeerTLS | None  # of sessions with workers
 
 
 class Feed:
@@ -254,12 +256,12 @@ class Controller(Generic[S]):
                 self._enter(member.worker_id, "ready")
 
     async def _test(self, member: Member) -> None:
-        beat, timeout = self._settings.heartbeat_s, self._settings.self_test_timeout_s
-        async with worker_probe.connect(member, beat, timeout) as mine:
+        beat, timeout, tls = self._settings.heartbeat_s, self._settings.self_test_timeout_s, self._settings.tls
+        async with worker_probe.connect(member, beat, timeout, tls) as mine:
             self.welcomes[member.worker_id] = mine.welcome
             for other in self.feed.view.ready("decode" if member.role == "prefill" else "prefill"):
                 try:
-                    async with worker_probe.connect(other, beat, timeout) as theirs:
+                    async with worker_probe.connect(other, beat, timeout, tls) as theirs:
                         pair = (mine, theirs) if member.role == "prefill" else (theirs, mine)
                         await worker_probe.self_test(*pair, timeout)
                 except worker_probe.ProbeFailed as error:
@@ -278,7 +280,8 @@ class Controller(Generic[S]):
 
     async def _drain(self, worker_id: str) -> None:
         member = self.feed.view.members[worker_id]
-        idle = await worker_probe.wait_idle(member, self._settings.heartbeat_s, self._settings.drain_timeout_s)
+        beat, limit_s = self._settings.heartbeat_s, self._settings.drain_timeout_s
+        idle = await worker_probe.wait_idle(member, beat, limit_s, self._settings.tls)
         if not idle:
             _log.warning("%s is still busy after %g s; stopping it", worker_id, self._settings.drain_timeout_s)
         if worker_id in self._workers and self._workers[worker_id].observed.state == "draining":

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+from ..proto import peer_tls
 from ..proto.errors import ConfigError
 from ..router.params import RouterParams
 from . import ray_environment, spec
@@ -59,12 +60,13 @@ class Deployment:
             drain_timeout_s=config.cluster.drain_timeout,
             heartbeat_s=config.clocks.heartbeat,
             backoff=spec.backoff(config),
+            tls=spec.peer_tls(config),
         )
         self._specs = spec.SpecBuilder(config, name)
         self.controller: Controller[Any] = Controller(
             settings, launcher, self._specs.worker, spec.wanted_workers(config), on_report
         )
-        self._control = ControlService(config.router.admin, self.controller, name, self.endpoints)
+        self._control = ControlService(config.router.admin, self.controller, name, self.endpoints, settings.tls)
         self._routers: dict[int, Child] = {}
         self._stopping = asyncio.Event()
         self._router_task: asyncio.Task[None] | None = None
@@ -73,6 +75,9 @@ class Deployment:
 
     async def open(self) -> None:
         """Start everything; returns when requests can be served. Raises StartFailed, AddressTaken or ConfigError."""
+        files = spec.peer_tls(self._config)
+        if files is not None:
+            peer_tls.check(files)
         admin = await self._control.start()
         self.endpoints["admin"] = admin
         self._specs.membership_address = admin

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from rich.console import Console
 
+from ..proto import peer_tls
 from ..proto.errors import ConfigError
 from ..text.source import ModelSource, resolve
 from . import hardware, spec
@@ -189,6 +190,10 @@ def threads(config: Config) -> Iterator[Finding]:
 
 
 def _transport(config: Config) -> Iterator[Finding]:
+    files = spec.peer_tls(config)
+    if files is not None:
+        peer_tls.check(files)
+        yield Finding("ok", "transport", "two processes with the files of cluster.tls accept each other")
     if config.kv.tls is not None:
         from ..kv_transfer.tls import client_context
 

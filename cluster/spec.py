@@ -17,6 +17,7 @@ from ..decode_worker.params import DecodeParams
 from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
+from ..proto.peer_tls import PeerTLS
 from ..router.params import BatchParams, FrontTLS, GrpcParams, RequestLimits, RouterParams
 from ..vllm_engine.params import VllmParams
 from . import tenants
@@ -155,6 +156,14 @@ def _tls(config: Config) -> TLSFiles | None:
     return TLSFiles(*(str(config.folder / Path(path).expanduser()) for path in files.paths.values()))
 
 
+def peer_tls(config: Config) -> PeerTLS | None:
+    """Of the cluster's own gRPC connections; paths likewise."""
+    files = config.cluster.tls
+    if files is None:
+        return None
+    return PeerTLS(*(str(config.folder / Path(path).expanduser()) for path in files.paths.values()), files.name)
+
+
 def transfer_params(config: Config) -> TransferParams:
     """What every rank's transfer side is started with."""
     return TransferParams(
@@ -201,6 +210,7 @@ class SpecBuilder:
             "rank_timeout_s": self._config.engine.rank_timeout,
             "heartbeat_s": self._config.clocks.heartbeat,
             "dead_after_s": self._config.clocks.dead_after,
+            "peer_tls": peer_tls(self._config),
         }
         pools, own = self._config.pools, cores(self._config, worker_id, rank)
         vllm = self._vllm(role, worker_id, incarnation) if rank == 0 else None
@@ -256,6 +266,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         http_address=router.http,
         share_ports=router.processes > 1,
         membership_address=membership_address,
+        peer_tls=peer_tls(config),
         prefill_placement=router.placement.prefill,
         decode_placement=router.placement.decode,
         disaggregation=router.placement.disaggregation,

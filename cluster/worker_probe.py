@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 
 from ..proto import worker_pb2 as pb
+from ..proto.peer_tls import PeerTLS
+from ..proto.peer_tls import channel as channel_to
 from ..proto.worker_pb2_grpc import WorkerStub
 from .membership import Member
 
@@ -74,9 +76,9 @@ class Probe:
 
 
 @contextlib.asynccontextmanager
-async def connect(member: Member, heartbeat_s: float, timeout_s: float) -> AsyncIterator[Probe]:
+async def connect(member: Member, heartbeat_s: float, timeout_s: float, tls: PeerTLS | None) -> AsyncIterator[Probe]:
     """A session with this worker. Raises ProbeFailed."""
-    async with grpc.aio.insecure_channel(member.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+    async with channel_to(member.address, tls, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         call: Any = WorkerStub(channel).Session()
         hello = pb.Hello(
             router_id=f"controller-{secrets.token_hex(4)}",
@@ -142,11 +144,11 @@ async def self_test(prefill: Probe, decode: Probe, timeout_s: float) -> None:
         raise ProbeFailed(f"{pair}: {error}") from None
 
 
-async def wait_idle(member: Member, heartbeat_s: float, timeout_s: float) -> bool:
+async def wait_idle(member: Member, heartbeat_s: float, timeout_s: float, tls: PeerTLS | None) -> bool:
     """Wait until the worker holds no request, as two heartbeats in a row say. False: still busy after `timeout_s`."""
     quiet = 0
     try:
-        async with asyncio.timeout(timeout_s), connect(member, heartbeat_s, timeout_s) as probe:
+        async with asyncio.timeout(timeout_s), connect(member, heartbeat_s, timeout_s, tls) as probe:
             while quiet < 2:
                 probe.changed.clear()
                 await probe.changed.wait()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TransferParams
+from ..proto.peer_tls import PeerTLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class DecodeParams:
     rank_timeout_s: float  # of one collective
     heartbeat_s: float
     dead_after_s: float  # a router silent for so long has lost its session
+    peer_tls: PeerTLS | None  # of the Worker service
     max_sequences: int  # choices that run, or hold a reservation, at the same time
     max_batch_tokens: int  # of prompts that it computes itself: in one step, beside the batch
     reserve_wait_s: float  # longest wait for blocks before a reservation is refused

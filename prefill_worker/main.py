@@ -72,7 +72,7 @@ def _serve(
     stop: Stop,
     beside: Beside | None,
 ) -> None:
-    clocks = SessionParams(params.heartbeat_s, params.dead_after_s)
+    clocks = SessionParams(params.heartbeat_s, params.dead_after_s, params.peer_tls)
     welcome = _welcome(params, runner)
     asyncio.run(serve_worker(engine, inbox, clocks, welcome, params.host, params.port, report, stop, beside))
     if channel is not None:

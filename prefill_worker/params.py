@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..engine.params import EngineParams
 from ..kv_transfer.params import TransferParams
+from ..proto.peer_tls import PeerTLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class PrefillParams:
     rank_timeout_s: float  # of one collective
     heartbeat_s: float
     dead_after_s: float  # a router silent for so long has lost its session
+    peer_tls: PeerTLS | None  # of the Worker service
     max_batch_tokens: int  # prompt tokens computed in one step
     lookahead: int  # batches that a router lets through ahead of the one that runs
     commit_timeout_s: float  # how long blocks that are not being sent are kept for the router

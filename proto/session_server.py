@@ -17,6 +17,7 @@ import grpc
 
 from . import worker_pb2 as pb
 from . import worker_pb2_grpc
+from .peer_tls import PeerTLS
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,11 @@ MAX_PENDING_PREFIXES = 1 << 16  # digests that wait to be written to one router,
 
 @dataclass(frozen=True, slots=True)
 class SessionParams:
-    """Clocks of a session, in seconds."""
+    """Clocks of a session, in seconds, and who may open one."""
 
     heartbeat_s: float  # this end sends something at least this often
     dead_after_s: float  # the other end's silence after which the session is over
+    tls: PeerTLS | None  # None: whoever reaches the port
 
 
 class _Session:

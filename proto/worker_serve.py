@@ -14,6 +14,7 @@ import grpc
 
 from . import worker_pb2 as pb
 from . import worker_pb2_grpc
+from .peer_tls import add_port
 from .session_server import SERVER_OPTIONS, SessionParams, SessionServer
 from .worker_loop import Commands, Engine, SessionEnded, WorkerLoop
 
@@ -61,7 +62,7 @@ async def serve_worker(
     server = grpc.aio.server(options=SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     place = f"[{host}]" if ":" in host else host
-    bound = server.add_insecure_port(f"{place}:{port}")
+    bound = add_port(server, f"{place}:{port}", sessions.tls)
     loop = WorkerLoop(engine, inbox, asyncio.get_running_loop(), service.deliver)
     await server.start()
     sys.setswitchinterval(_SWITCH_S)

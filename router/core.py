@@ -58,7 +58,7 @@ class Core:
         self._idle.set()
         self._unscored: dict[str, Live] = {}  # ended ones whose prompt's scores are still to come
         self.metrics = Metrics(params.served_name, self.state)
-        self.sessions = SessionPool(params.router_id, params.heartbeat_s, params.dead_after_s, self)
+        self.sessions = SessionPool(params.router_id, params.heartbeat_s, params.dead_after_s, self, params.peer_tls)
         objectives = Objectives(params.ttft_objective_s, params.tpot_objective_s)
         names = params.prefill_placement, params.decode_placement
         placer = Placer(names, objectives, params.prefix_events, rng, params.disaggregation)

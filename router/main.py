@@ -46,7 +46,7 @@ async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None
             stack.push_async_callback(asyncio.to_thread, core.tracer.close)
         door = FrontDoor(params, core, text, rng)
         await grpc_frontend.start(door)
-        follow = membership.follow(params.membership_address, params.router_id, core.view_changed)
+        follow = membership.follow(params.membership_address, params.router_id, core.view_changed, params.peer_tls)
         health = grpc_frontend.follow_health(core, lambda: report("serving", {}))
         lag = loop_lag.watch(core.metrics.loop_lag.observe)
         background = [asyncio.create_task(work) for work in (follow, health, lag)]

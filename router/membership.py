@@ -10,6 +10,8 @@ import grpc
 
 from ..proto import control_pb2
 from ..proto.control_pb2_grpc import MembershipStub
+from ..proto.peer_tls import PeerTLS
+from ..proto.peer_tls import channel as channel_to
 from .channels import CLIENT_OPTIONS
 from .life_messages import Peer
 from .sessions import Member
@@ -23,10 +25,12 @@ def members_of(view: control_pb2.View) -> list[Member]:
     return [Member(Peer(m.worker_id, m.incarnation), m.role, m.address, m.state) for m in view.members]
 
 
-async def follow(address: str, router_id: str, on_view: Callable[[Sequence[Member]], None]) -> None:
+async def follow(
+    address: str, router_id: str, on_view: Callable[[Sequence[Member]], None], tls: PeerTLS | None
+) -> None:
     """Calls `on_view` with each view, for ever; reconnects when the controller is away."""
     while True:
-        async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
+        async with channel_to(address, tls, CLIENT_OPTIONS) as channel:
             call = MembershipStub(channel).Watch(control_pb2.WatchRequest(router_id=router_id))
             try:
                 async for view in call:

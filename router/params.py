@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..proto.peer_tls import PeerTLS
+
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
@@ -81,6 +83,7 @@ class RouterParams:
     http_address: str
     share_ports: bool  # with other routers on this machine (SO_REUSEPORT)
     membership_address: str  # of the controller's Membership service
+    peer_tls: PeerTLS | None  # of the connections to it and to the workers
     prefill_placement: str  # a name in placement.choose.PREFILL
     decode_placement: str  # in DECODE
     disaggregation: str  # in placement.disaggregation.POLICIES

@@ -18,6 +18,8 @@ import grpc
 
 from ..proto import worker_pb2 as pb
 from ..proto.failpoints import reach_async
+from ..proto.peer_tls import PeerTLS
+from ..proto.peer_tls import channel as channel_to
 from ..proto.worker_pb2_grpc import WorkerStub
 from .channels import CLIENT_OPTIONS
 from .life_messages import Peer
@@ -50,7 +52,13 @@ class Session:
     """The session with one incarnation; `welcome` is set while it can be used."""
 
     def __init__(
-        self, member: Member, router_id: str, heartbeat_s: float, dead_after_s: float, listener: Listener
+        self,
+        member: Member,
+        router_id: str,
+        heartbeat_s: float,
+        dead_after_s: float,
+        listener: Listener,
+        tls: PeerTLS | None,
     ) -> None:
         self.member = member
         self.welcome: pb.Welcome | None = None
@@ -59,6 +67,7 @@ class Session:
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
         self._listener = listener
+        self._tls = tls
         self._outbox: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
         self._heard = 0.0
@@ -99,7 +108,7 @@ class Session:
 
     async def _serve(self) -> None:
         """One connection, from hello until it breaks (raises) or falls silent (ConnectionError)."""
-        async with grpc.aio.insecure_channel(self.member.address, options=CLIENT_OPTIONS) as channel:
+        async with channel_to(self.member.address, self._tls, CLIENT_OPTIONS) as channel:
             call = WorkerStub(channel).Session()
             self._heard = time.monotonic()
             tasks = [asyncio.create_task(work) for work in (self._read(call), self._write(call), self._beat())]
@@ -159,11 +168,14 @@ class Session:
 class SessionPool:
     """The sessions that the membership view asks for."""
 
-    def __init__(self, router_id: str, heartbeat_s: float, dead_after_s: float, listener: Listener) -> None:
+    def __init__(
+        self, router_id: str, heartbeat_s: float, dead_after_s: float, listener: Listener, tls: PeerTLS | None
+    ) -> None:
         self._router_id = router_id
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
         self._listener = listener
+        self._tls = tls
         self._sessions: dict[Peer, Session] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -175,7 +187,7 @@ class SessionPool:
                 self._sessions[peer].member = member
             else:
                 self._sessions[peer] = Session(
-                    member, self._router_id, self._heartbeat_s, self._dead_after_s, self._listener
+                    member, self._router_id, self._heartbeat_s, self._dead_after_s, self._listener, self._tls
                 )
         for peer in [peer for peer in self._sessions if peer not in wanted]:
             task = asyncio.create_task(self._sessions.pop(peer).close())

@@ -32,6 +32,7 @@ def controller(cluster: FakeCluster, prefill: int = 1, decode: int = 1, ranks: i
         drain_timeout_s=5.0,
         heartbeat_s=0.05,
         backoff=Backoff(0.05, 1.0),
+        tls=None,
     )
     build = spec.SpecBuilder(config).worker
     return Controller(settings, cluster, build, spec.wanted_workers(config), lambda worker, kind, fields: None)

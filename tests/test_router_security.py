@@ -125,6 +125,14 @@ def test_open_listeners_are_warned_of(tmp_path: Path) -> None:
     (grpc_line, admin_line) = warnings('{grpc: "0.0.0.0:1", admin: "10.0.0.1:2"}')
     assert "without a key" in grpc_line
     assert "drain workers" in admin_line
+    assert "drain" in warnings('{admin: "10.0.0.1:2"}')[0]
+    (worker_line,) = warnings("{}\ncluster: {host: node}")
+    assert "give cluster.tls" in worker_line
+    (gateway_line,) = warnings('{}\npools: {decode: {vllm_grpc: "0.0.0.0:5"}}')
+    assert "pools.decode.vllm_grpc listens on 0.0.0.0:5" in gateway_line
+    (tmp_path / "x.pem").write_text("")
+    tls = "{certificate: x.pem, key: x.pem, ca: x.pem}"
+    assert warnings(f'{{admin: "10.0.0.1:2"}}\ncluster: {{host: node, tls: {tls}}}') == []
     tenants_file.make_key("alice", tmp_path / "tenants.yaml")
     assert warnings('{grpc: "0.0.0.0:1", http: "0.0.0.0:2", tenants: tenants.yaml}') == []
     with pytest.raises(ConfigError, match=r"router.tenants: is missing.yaml, which is not a file"):

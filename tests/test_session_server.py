@@ -32,7 +32,7 @@ class Served:
         self.commands: list[tuple[int, str | None]] = []
         self.ended: list[int] = []
         self.changed = asyncio.Event()
-        params = SessionParams(heartbeat_s, dead_after_s)
+        params = SessionParams(heartbeat_s, dead_after_s, None)
         self.service = SessionServer(params, WELCOME, self._on_commands, self._on_end)
         self.port = 0
 

@@ -71,7 +71,9 @@ async def serve(params: VllmParams, listening: Callable[[str], None]) -> None:
 
         router = params.router
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(membership.follow(router.membership_address, router.router_id, view_changed))
+            tasks.create_task(
+                membership.follow(router.membership_address, router.router_id, view_changed, router.peer_tls)
+            )
             tasks.create_task(_follow_health(service, checks))
 
 

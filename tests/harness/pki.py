@@ -9,7 +9,7 @@ from baton.router.params import FrontTLS
 
 
 def authority(folder: Path) -> tuple[FrontTLS, Path, Path]:
-    """A certificate for localhost, the authority that made it, and a client's certificate with its key."""
+    """A certificate for localhost and for a cluster with its key, the authority that made it, and the certificate."""
     folder.mkdir()
 
     def openssl(*arguments: str) -> None:
@@ -17,7 +17,7 @@ def authority(folder: Path) -> tuple[FrontTLS, Path, Path]:
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     openssl("req", "-x509", *key, "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
-    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+    (folder / "san").write_text("subjectAltName=DNS:localhost,DNS:baton,IP:127.0.0.1")
     openssl("req", *key, "-subj", "/CN=localhost", "-keyout", "end.key", "-out", "end.csr")
     sign = ("x509", "-req", "-in", "end.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
     openssl(*sign, "-extfile", "san", "-out", "end.pem")

@@ -534,6 +534,7 @@ def router_params(model: Path, membership: str) -> RouterParams:
         http_address="127.0.0.1:0",
         share_ports=False,
         membership_address=membership,
+        peer_tls=None,
         prefill_placement="least_loaded",
         decode_placement="least_loaded",
         disaggregation="always",

@@ -72,6 +72,7 @@ def _shared(role: str, engine: EngineParams) -> dict[str, Any]:
         "start_timeout_s": 90.0,
         "rank_timeout_s": 30.0,
         "heartbeat_s": 0.1,
+        "peer_tls": None,
         "dead_after_s": 1.0,
     }
 
