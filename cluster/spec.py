@@ -161,7 +161,8 @@ def peer_tls(config: Config) -> PeerTLS | None:
     files = config.cluster.tls
     if files is None:
         return None
-    return PeerTLS(*(str(config.folder / Path(path).expanduser()) for path in files.paths.values()), files.name)
+    paths = {key: str(config.folder / Path(path).expanduser()) for key, path in files.paths.items()}
+    return PeerTLS(**paths, name=files.name)
 
 
 def transfer_params(config: Config) -> TransferParams:

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from baton.cluster import admin
+from baton.cluster.access import Access
+from baton.cluster.failures import KEY_HINT
+from baton.cluster.tenants import make_key
 from baton.proto import control_pb2
 from baton.proto import worker_pb2 as pb
 from baton.proto.control_pb2_grpc import AdminStub, MembershipStub
@@ -42,7 +46,8 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 def _status(channel: grpc.Channel, service: str, worker: str) -> grpc.StatusCode:
     """Of a call that has nothing to do with TLS, but for its connection."""
-    stub: Any = {"admin": AdminStub, "membership": MembershipStub, "worker": WorkerStub}[service](channel)
+    stubs: dict[str, Any] = {"admin": AdminStub, "membership": MembershipStub, "worker": WorkerStub}
+    stub = stubs[service](channel)
     try:
         if service == "admin":
             stub.Status(control_pb2.StatusRequest(), timeout=3)
@@ -64,9 +69,17 @@ def test_a_cluster_whose_processes_prove_themselves(
     shutil.copy(files.ca, tmp_path / "cluster-ca.pem")
     (tmp_path / "cluster").mkdir()
     section = {"certificate": files.certificate, "key": files.key, "ca": "../cluster-ca.pem"}
-    config = merged(tiny_config(tiny_dir), {"cluster.tls": section})
-    with running(tmp_path / "cluster", config) as rig:
-        assert len(rig.client.generate(token_ids=[1, 2, 3], max_tokens=4, ignore_eos=True).token_ids) == 4
+    access = Access(make_key("alice", tmp_path / "cluster" / "tenants.yaml"))
+    config = merged(tiny_config(tiny_dir), {"cluster.tls": section, "router.tenants": "tenants.yaml"})
+    with running(tmp_path / "cluster", config, checks=False) as rig:
+        body = {"model": "tiny-llama", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{rig.http}/v1/completions", json=body, headers=dict(access.headers), timeout=30)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        request_id = answer.headers["x-request-id"]
+        assert admin.show_story(rig.admin, request_id, False, files, access) == 0
+        assert request_id in capsys.readouterr().out
+        assert admin.show_story(rig.admin, request_id, False, files) == 1
+        assert KEY_HINT in capsys.readouterr().err
         assert admin.show_status(rig.admin, True, files) == 0
         workers = json.loads(capsys.readouterr().out)["workers"]
         assert {worker["state"] for worker in workers} == {"ready"}

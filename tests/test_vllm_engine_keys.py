@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from baton.cluster.access import Access
+from baton.proto import worker_pb2 as pb
 from baton.router.params import TenantParams
 from baton.router.tenants import ANYBODY, key_hash, salted
 from baton.tests.harness.pki import authority
@@ -43,8 +44,7 @@ async def _gateway(cluster: FakeCluster, tmp_path: Path, **changes: Any) -> Asyn
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(gateway.serve(params, address.set_result))
     try:
-        await asyncio.wait([serving, address], return_when=asyncio.FIRST_COMPLETED)
-        yield address.result()
+        yield await asyncio.wait_for(address, 20)
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -57,7 +57,12 @@ async def test_the_gateways_port_has_the_rules_of_the_front_door(
     files, ca, _ = authority(tmp_path / "pki")
     salts: list[str] = []
     said = cluster.script
-    cluster.script = lambda leg, choice, index: salts.append(leg.cache_salt) or said(leg, choice, index)
+
+    def script(leg: pb.Leg, choice: int, index: int) -> int:
+        salts.append(leg.cache_salt)
+        return said(leg, choice, index)
+
+    cluster.script = script
     access = Access("key-a", ca if secure else None)
     changes = {"tenants": (ALICE,), "tls": files if secure else None}
     async with _gateway(cluster, tmp_path, **changes) as address, _channel(access, address) as channel:
