@@ -44,15 +44,18 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _parents() -> dict[int, int]:
-    """pid -> parent's pid of every process but zombies."""
+def _parents() -> dict[int, tuple[int, bool]]:
+    """pid -> (parent's pid, whether it lives) of every process.
+
+    Zombies count as parents: a process whose first thread has ended is one already while its others still end, and
+    keeps its children until then.
+    """
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    found[int(entry.name)] = int(parent)
+                found[int(entry.name)] = (int(parent), state != "Z")
     return found
 
 
@@ -62,8 +65,8 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     level = {pid}
     while level:
-        level = {child for child, parent in parents.items() if parent in level}
-        found += sorted(level)
+        level = {child for child, (parent, _) in parents.items() if parent in level}
+        found += sorted(pid for pid in level if parents[pid][1])
     return found
 
 
@@ -77,13 +80,16 @@ def reap() -> None:
 def kill_descendants(timeout_s: float = 3.0) -> list[int]:
     """SIGKILL everything below this process until nothing is left, or `timeout_s` is over; returns what lives."""
     deadline = time.monotonic() + timeout_s
-    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+    looks = 2  # without anybody: who changes parents during one look may be missed
+    while looks and time.monotonic() < deadline:
+        left = descendants(os.getpid())
+        looks = 2 if left else looks - 1
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
         reap()
-    return left
+    return descendants(os.getpid())
 
 
 def bind(cores: Collection[int]) -> None:

@@ -262,3 +262,32 @@ def test_descendants_are_found_at_any_depth() -> None:
         assert {parent.pid, *children} <= set(found)
         for pid in [*children, parent.pid]:
             os.kill(pid, signal.SIGKILL)
+
+
+HEADLESS = """
+import ctypes, subprocess, sys, threading, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+threading.Thread(target=time.sleep, args=(60,)).start()
+print(child.pid, flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_children_of_a_process_whose_first_thread_has_ended_are_found() -> None:
+    """It is a zombie already, while its other threads live on and it keeps its children."""
+    parent = subprocess.Popen([sys.executable, "-c", HEADLESS], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        deadline = time.monotonic() + 10
+        while psutil.Process(parent.pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        found = processes.descendants(os.getpid())
+        assert child in found
+        assert parent.pid not in found
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
