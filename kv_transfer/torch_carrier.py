@@ -43,7 +43,6 @@ class TorchCarrier:
         self._group: Group | None = group
         self._peer = 1 - group.rank()
         self._limit_s = limit_s
-        self.bytes = 0  # of frames that were sent or received
         self._stream = stream_of(self.device)
         self._free: list[torch.Tensor] = []
         self._sending: deque[tuple[Operation, torch.Tensor, torch.Tensor]] = deque()  # with what was lent for it
@@ -173,7 +172,6 @@ class TorchCarrier:
             operation.wait(self._limit(frame))
         if self._watchdog is not None and self._watchdog.reason:
             raise RuntimeError(f"aborted: {self._watchdog.reason}")
-        self.bytes += frame.numel()
 
 
 class Rendezvous:
