@@ -31,6 +31,7 @@ from baton.tests.harness.one_pair import (
     kv_link,
     leave,
     one_pair,
+    reopened,
     right_or_unavailable,
     session,
     until,
@@ -102,7 +103,7 @@ def abort_then(cluster: Cluster, how: str) -> None:
     else:
         kv_link(cluster).faults["up"].swallow = True
     gates.release("prefill.first_frame")
-    until(lambda: not counted(rig, "baton_kv_used_blocks", role="decode"), "decode keeps blocks", 5.0)
+    until(lambda: not counted(rig, "baton_kv_used_blocks", role="decode"), "decode keeps blocks")
     rig.wait_live()
     rig.quiesce()
 
@@ -123,7 +124,7 @@ def test_lc_01_twenty_aborts(cluster: Cluster, how: str) -> None:
 def test_a_link_that_breaks_behind_the_last_frame_sends_nothing_again(cluster: Cluster, oracle: Monolithic) -> None:
     """Prefill does not hear that decode has everything, and says so before decode says that it goes on."""
     rig, gates, _ = cluster
-    rig.client.generate(5, token_ids=ids(8), max_tokens=2, ignore_eos=True)  # a link is open
+    rig.client.generate(token_ids=ids(8), max_tokens=2, ignore_eos=True)  # a link is open
     failed, retries = counted(rig, "baton_kv_transfers_total", outcome="failed"), counted(rig, "baton_retries_total")
     gates.close("prefill.mid_frame")
     gates.close("decode.committed")
@@ -136,7 +137,7 @@ def test_a_link_that_breaks_behind_the_last_frame_sends_nothing_again(cluster: C
     link.cut()
     until(lambda: counted(rig, "baton_kv_transfers_total", outcome="failed") > failed, "prefill does not notice")
     gates.release("decode.committed")
-    outcome = reader.end(20)
+    outcome = reader.end(40)
     assert outcome.answer is not None
     assert outcome.answer.token_ids == oracle.run(reader.prompt, max_tokens=20)[0].token_ids
     assert outcome.answer.timing.attempts == 1
@@ -155,10 +156,10 @@ def test_lc_02_cancel_between_prefill_done_and_decode_told(cluster: Cluster, rou
         gates.wait_reached("router.handoff")
         leave(rig, reader)
         gates.release_all()
-        assert reader.end(10).code is grpc.StatusCode.CANCELLED
+        assert reader.end(40).code is grpc.StatusCode.CANCELLED
     oracles.check_pool(rig.http)
     assert counted(rig, "baton_requests_cancelled_total") == before + rounds
-    assert rig.client.generate(5, token_ids=ids(80), max_tokens=2, ignore_eos=True).timing.attempts == 1
+    assert rig.client.generate(token_ids=ids(80), max_tokens=2, ignore_eos=True).timing.attempts == 1
 
 
 def test_lc_05_reservations_without_blocks_are_cancelled(cluster: Cluster, oracle: Monolithic) -> None:
@@ -197,7 +198,7 @@ def test_lc_08_a_prefill_that_raises_frees_its_sibling(cluster: Cluster) -> None
     rig, gates, _ = cluster
     gates.close("prefill.frame")
     readers = [Reader(rig, ids(12), 4) for _ in range(10)]
-    assert {reader.end(15).code for reader in readers} == {grpc.StatusCode.INTERNAL}
+    assert {reader.end(40).code for reader in readers} == {grpc.StatusCode.INTERNAL}
     oracles.check_pool(rig.http)
 
 
@@ -210,7 +211,7 @@ def test_lc_08_a_decode_that_nobody_can_dial(cluster: Cluster) -> None:
     try:
         kv_link(cluster).cut()
         readers = [Reader(rig, ids(12), 4) for _ in range(8)]  # as many as decode has blocks for at a time
-        assert {reader.end(25).code for reader in readers} == {grpc.StatusCode.UNAVAILABLE}
+        assert {reader.end(40).code for reader in readers} == {grpc.StatusCode.UNAVAILABLE}
     finally:
         proxy.blackhole = False
     oracles.check_pool(rig.http)
@@ -244,9 +245,10 @@ def test_lc_11_a_full_pool_is_reaped_by_the_clock(cluster: Cluster) -> None:
     lost.faults["up"].swallow = True
     for reader in readers:
         leave(rig, reader)
-    assert counted(rig, "baton_kv_used_blocks", role="decode") == 32
+    used = counted(rig, "baton_kv_used_blocks", role="decode")
+    assert used == 32 or not lost.open  # no cancel came: the clock alone ends it
     gates.release("prefill.first_frame")
-    until(lambda: not lost.open, "the silent session does not end", 5 * LEASE_S)
+    until(lambda: not lost.open, "the silent session does not end")
     rig.wait_live()
     rig.quiesce()
 
@@ -259,7 +261,7 @@ def test_lc_13_decode_killed_with_transfers_pending(cluster: Cluster, oracle: Mo
     readers = [Reader(rig, ids(20), 4) for _ in range(4)]
     until(lambda: counted(rig, "baton_kv_held_legs", role="prefill") == 4, "prefill is not done")
     rig.kill_worker("decode-0")
-    until(lambda: not counted(rig, "baton_kv_used_blocks", role="prefill"), "prefill keeps blocks", 5 * LEASE_S)
+    until(lambda: not counted(rig, "baton_kv_used_blocks", role="prefill"), "prefill keeps blocks")
     gates.release("prefill.first_frame")
     for reader in readers:
         right_or_unavailable(reader, oracle, 4)
@@ -288,7 +290,7 @@ def test_lc_13_a_frozen_decode_never_uses_what_was_freed(cluster: Cluster, oracl
     os.kill(pid, signal.SIGSTOP)
     try:
         gates.release("decode.frame")
-        until(lambda: not counted(rig, "baton_kv_used_blocks", role="prefill"), "prefill keeps blocks", 5 * LEASE_S)
+        until(lambda: not counted(rig, "baton_kv_used_blocks", role="prefill"), "prefill keeps blocks")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -322,9 +324,10 @@ def test_kv_08_blocks_of_a_lease_that_ended_are_never_sent(cluster: Cluster, ora
     gates.close("prefill.first_frame")
     first = Reader(rig, ids(80), 6)
     gates.wait_reached("prefill.first_frame")
-    session(cluster, "prefill-0").cut()
-    until(lambda: counted(rig, "baton_kv_total_blocks", role="prefill") == 0, "the session does not end")
-    until(lambda: counted(rig, "baton_kv_total_blocks", role="prefill") == 64, "the session does not come back")
+    lost = session(cluster, "prefill-0")
+    lost.cut()
+    until(lambda: reopened(cluster, "prefill-0", lost), "the session does not come back")
+    until(lambda: counted(rig, "baton_kv_total_blocks", role="prefill") == 64, "the worker does not say who it is")
     others = [Reader(rig, ids(80), 6) for _ in range(1)]
     until(lambda: counted(rig, "baton_kv_held_legs", role="prefill") > 0, "nothing is computed")
     gates.release("prefill.first_frame")

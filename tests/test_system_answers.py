@@ -10,7 +10,9 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from baton.tests.harness.gates import Gates
 from baton.tests.harness.monolithic import Monolithic
+from baton.tests.harness.one_pair import leave
 from baton.tests.harness.oracles import Reference, total
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
 from baton.tests.harness.tiny_model import EOS, special_id
@@ -21,15 +23,21 @@ PROMPT = list(b"The river carries")
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
+    return Gates(tmp_path_factory.mktemp("gates"), {"prefill.chunk": "gate", "decode.step": "gate"})
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Rig]:
     changes = {"pools.decode.memory": 128 * 2048}  # blocks x bytes: room for two requests of full length
-    with running(tmp_path_factory.mktemp("answers"), merged(tiny_config(tiny_dir), changes)) as rig:
+    with running(tmp_path_factory.mktemp("answers"), merged(tiny_config(tiny_dir), changes), gates) as rig:
         yield rig
 
 
 @pytest.fixture
-def rig(cluster: Rig) -> Iterator[Rig]:
+def rig(cluster: Rig, gates: Gates) -> Iterator[Rig]:
     yield cluster
+    gates.release_all()
     cluster.quiesce()
 
 
@@ -296,10 +304,19 @@ def test_st_05_logprobs_of_every_token(rig: Rig, reference: Reference, monolithi
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_a_client_that_leaves_is_cancelled(rig: Rig, tokens: int) -> None:
+def test_a_client_that_leaves_is_cancelled(rig: Rig, gates: Gates, tokens: int) -> None:
+    """Held before token `tokens + 1`: however late the client leaves, the answer has not ended."""
     before = total(rig.metrics(), "baton_requests_cancelled_total")
+    point = "decode.step" if tokens else "prefill.chunk"
+    gates.close(point)
     stream = rig.client.stream(token_ids=ids(40), max_tokens=200, temperature=0, ignore_eos=True)
-    stream.until_tokens(tokens)
-    stream.cancel()
+    for _ in range(tokens - 1):
+        gates.wait_reached(point)
+        gates.let_one(point)
+    gates.wait_reached(point)
+    answer = stream.until_tokens(tokens)
+    assert len(answer.token_ids) == tokens
+    leave(rig, stream)
+    gates.release(point)
     rig.quiesce()
     assert total(rig.metrics(), "baton_requests_cancelled_total") == before + 1

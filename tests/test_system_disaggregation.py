@@ -55,7 +55,7 @@ def test_no_prompt_goes_to_a_prefill_worker(cluster: tuple[Rig, Gates], oracle: 
     before = counted(rig, "baton_worker_steps_total", role="prefill")  # the workers were tested when they started
 
     def ask(prompt: list[int]) -> Any:
-        return rig.client.generate(30, token_ids=prompt, max_tokens=12, **GREEDY)
+        return rig.client.generate(token_ids=prompt, max_tokens=12, **GREEDY)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(ask, prompts))
@@ -79,8 +79,8 @@ def test_a_client_that_leaves_frees_the_worker_between_chunks(cluster: tuple[Rig
     gates.wait_reached("decode.step")
     leave(rig, reader)
     gates.release("decode.step")
-    oracles.check_pool(rig.http, 10.0)
-    assert reader.end(10).code is grpc.StatusCode.CANCELLED
+    oracles.check_pool(rig.http)
+    assert reader.end(40).code is grpc.StatusCode.CANCELLED
 
 
 def test_a_worker_that_dies_in_the_middle_of_a_prompt_is_replaced(
@@ -94,11 +94,11 @@ def test_a_worker_that_dies_in_the_middle_of_a_prompt_is_replaced(
     victim = gates.wait_reached("decode.step").process
     rig.kill_worker(victim)
     gates.release("decode.step")
-    outcome = reader.end(30)
+    outcome = reader.end(60)
     assert outcome.answer is not None
     assert outcome.answer.token_ids == oracle.run(reader.prompt, max_tokens=15)[0].token_ids
     assert outcome.answer.timing.attempts == 2
-    until(lambda: counted(rig, "baton_kv_total_blocks", role="decode"), "no worker comes back", 20.0)
+    until(lambda: counted(rig, "baton_kv_total_blocks", role="decode"), "no worker comes back")
 
 
 def test_conditional_serves_both_ways(tiny_dir: Path, tmp_path: Path, oracle: Monolithic) -> None:
@@ -113,7 +113,7 @@ def test_conditional_serves_both_ways(tiny_dir: Path, tmp_path: Path, oracle: Mo
 
         def ask(number: int) -> Any:
             time.sleep(0.01 * (number % 7))
-            return rig.client.generate(30, token_ids=prompts[number], max_tokens=8, **GREEDY)
+            return rig.client.generate(token_ids=prompts[number], max_tokens=8, **GREEDY)
 
         for _ in range(2):
             with ThreadPoolExecutor(8) as pool:

@@ -1,8 +1,10 @@
-"""slow-P: every prefill chunk takes a while, so that what happens during a prompt can be seen."""
+"""slow-P: every prefill chunk takes a while, so that what happens during a prompt can be seen.
+
+What must happen before a prompt is computed happens while it stands at a gate: then no machine is too slow for it.
+"""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +14,14 @@ import grpc
 import httpx
 import pytest
 from baton.cluster.admin import show_story
-from baton.tests.harness.client import expect_status
+from baton.tests.harness.client import Stream, expect_status
 from baton.tests.harness.gates import Gates
-from baton.tests.harness.one_pair import until
+from baton.tests.harness.one_pair import leave, until
 from baton.tests.harness.oracles import total
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
 
 CHUNK, CHUNK_S = 8, 0.1
+TRAVEL_S = 1.0  # more than what the router has decided takes to P
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +38,9 @@ def cluster(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory, gates: Gat
 
 
 @pytest.fixture
-def rig(cluster: Rig) -> Iterator[Rig]:
+def rig(cluster: Rig, gates: Gates) -> Iterator[Rig]:
     yield cluster
+    gates.release_all()
     cluster.quiesce()
 
 
@@ -51,15 +55,15 @@ def _computed(rig: Rig) -> float:
 
 def test_lc_06_a_client_that_leaves_stops_its_prompt(rig: Rig, gates: Gates) -> None:
     """In its third chunk of 25: who comes next does not wait for the others."""
-    before, cancelled = _computed(rig), total(rig.metrics(), "baton_requests_cancelled_total")
+    before = _computed(rig)
     gates.close("prefill.chunk_done")
     stream = rig.client.stream(token_ids=ids(200, start=1), max_tokens=4, temperature=0)
     for _ in range(2):
         gates.wait_reached("prefill.chunk_done")
         gates.let_one("prefill.chunk_done")
     gates.wait_reached("prefill.chunk_done")
-    stream.cancel()
-    until(lambda: total(rig.metrics(), "baton_requests_cancelled_total") > cancelled, "the cancel is not noticed")
+    leave(rig, stream)
+    time.sleep(TRAVEL_S)
     gates.release("prefill.chunk_done")
     answer = rig.client.generate(token_ids=ids(4, start=2), max_tokens=1, temperature=0)
     assert len(answer.token_ids) == 1
@@ -67,56 +71,65 @@ def test_lc_06_a_client_that_leaves_stops_its_prompt(rig: Rig, gates: Gates) -> 
     assert _computed(rig) - before <= 4 * CHUNK + 4 + 2  # one may begin before P hears of it; then the next, the probe
 
 
-def test_lc_06_a_retry_storm_does_not_prefill_for_the_dead(rig: Rig) -> None:
+def _too_late(rig: Rig, gates: Gates, prompt: list[int]) -> None:
+    """A client whose deadline passes while its prompt is computed."""
+    gates.close("prefill.chunk_done")
+    stream = rig.client.stream(timeout_s=0.3, token_ids=prompt, max_tokens=4, temperature=0)
+    with expect_status() as status:
+        stream.rest()
+    assert status[0][0] == grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: not total(rig.metrics(), "baton_router_inflight_requests"), "the deadline is not noticed")
+    time.sleep(CHUNK_S)
+    gates.release("prefill.chunk_done")
+
+
+def test_lc_06_a_retry_storm_does_not_prefill_for_the_dead(rig: Rig, gates: Gates) -> None:
     """A client whose deadline is shorter than the prefill, five times."""
     before = _computed(rig)
     for _ in range(5):
-        stream = rig.client.stream(timeout_s=0.3, token_ids=ids(160, start=3), max_tokens=4, temperature=0)
-        with expect_status() as status:
-            stream.rest()
-        assert status[0][0] == grpc.StatusCode.DEADLINE_EXCEEDED
+        _too_late(rig, gates, ids(160, start=3))
     rig.quiesce()
     assert _computed(rig) - before <= 5 * 6 * CHUNK + 2 * CHUNK
 
 
-def test_api_10_a_deadline_reaches_every_leg(rig: Rig) -> None:
-    before, start = _computed(rig), time.monotonic()
-    stream = rig.client.stream(timeout_s=0.3, token_ids=ids(200, start=4), max_tokens=4)
-    with expect_status() as status:
-        stream.rest()
-    assert status[0][0] == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - start < 1.5
+def test_api_10_a_deadline_reaches_every_leg(rig: Rig, gates: Gates) -> None:
+    before = _computed(rig)
+    _too_late(rig, gates, ids(200, start=4))
     rig.quiesce()
     assert _computed(rig) - before < 100  # of 200 tokens
 
 
-def test_sp_04_short_prompts_do_not_wait_for_a_long_one(rig: Rig) -> None:
-    first: dict[int, float] = {}
-    start = time.monotonic()
+def test_sp_04_short_prompts_do_not_wait_for_a_long_one(rig: Rig, gates: Gates) -> None:
+    def begin(i: int, length: int) -> Stream:
+        stream = rig.client.stream(token_ids=ids(length, start=10 + i), max_tokens=1, temperature=0)
+        next(iter(stream))  # accepted
+        return stream
 
-    def one(i: int, length: int) -> None:
-        answer = rig.client.generate(token_ids=ids(length, start=10 + i), max_tokens=1, temperature=0)
+    def ended(stream: Stream) -> float:
+        answer = stream.rest()
         assert len(answer.token_ids) == 1
-        first[i] = time.monotonic() - start
+        return answer.arrivals[-1]
 
-    long = threading.Thread(target=one, args=(0, 200))
-    long.start()
-    time.sleep(1.5 * CHUNK_S)
-    with ThreadPoolExecutor(10) as pool:
-        list(pool.map(lambda i: one(i, 4), range(1, 11)))
-    long.join()
-    shorts = sorted(first[i] for i in range(1, 11))
-    assert shorts[len(shorts) // 2] < first[0]  # the long prompt alone takes 25 chunks; it still ends
-    assert first[0] < 60
+    gates.close("prefill.chunk_done")
+    streams = [begin(0, 200)]
+    gates.wait_reached("prefill.chunk_done")
+    streams += [begin(i, 4) for i in range(1, 11)]
+    time.sleep(CHUNK_S)
+    gates.release("prefill.chunk_done")
+    with ThreadPoolExecutor(11) as pool:
+        long, *shorts = pool.map(ended, streams)
+    assert sorted(shorts)[len(shorts) // 2] < long  # which alone takes 25 chunks; it still ends
 
 
-def test_an_operator_reads_the_story_of_a_request(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_operator_reads_the_story_of_a_request(rig: Rig, gates: Gates, capsys: pytest.CaptureFixture[str]) -> None:
     """`baton status --request`: where it was when the client left."""
+    gates.close("prefill.chunk_done")
     stream = rig.client.stream(token_ids=ids(120, start=6), max_tokens=2, temperature=0)
     next(iter(stream))
     request_id = stream.answer.request_id
-    time.sleep(1.5 * CHUNK_S)
-    stream.cancel()
+    gates.wait_reached("prefill.chunk_done")
+    leave(rig, stream)
+    gates.release("prefill.chunk_done")
     rig.quiesce()
     assert show_story(rig.admin, request_id, as_json=False) == 0
     story = capsys.readouterr().out
@@ -130,7 +143,7 @@ def test_an_operator_reads_the_story_of_a_request(rig: Rig, capsys: pytest.Captu
 def test_ob_03_alive_and_ready_while_busy(rig: Rig) -> None:
     stream = rig.client.stream(token_ids=ids(120, start=5), max_tokens=2, temperature=0)
     for _ in range(5):
-        assert httpx.get(f"{rig.http}/health", timeout=5).status_code == 200
-        assert httpx.get(f"{rig.http}/ready", timeout=5).status_code == 200
+        assert httpx.get(f"{rig.http}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{rig.http}/ready", timeout=30).status_code == 200
         time.sleep(CHUNK_S)
     stream.rest()

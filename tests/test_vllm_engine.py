@@ -11,9 +11,8 @@ import json
 import re
 import socket
 import threading
-import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,8 @@ from baton.router.life_messages import Peer
 from baton.router.requests import ChoiceEnd, Chunk
 from baton.tests.harness import oracles
 from baton.tests.harness import rig as rigs
+from baton.tests.harness.gates import Gates
+from baton.tests.harness.one_pair import until
 from baton.tests.harness.tiny_model import write_tiny_model
 from baton.vllm_engine import handoff
 from baton.vllm_engine.messages import Answers, client_request
@@ -104,6 +105,7 @@ class Pair(NamedTuple):
     prefill: Any
     decode: Any
     address: str  # of decode
+    gates: Gates
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +113,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("vllm")
     changes = {f"pools.{role}.vllm_grpc": "127.0.0.1:0" for role in ("prefill", "decode")}
     config = rigs.merged(rigs.tiny_config(write_tiny_model(folder / "model")), changes)
-    with rigs.running(folder, config) as rig:
+    gates = Gates(folder / "gates", {"decode.step": "gate"})
+    with rigs.running(folder, config, gates) as rig:
         found = dict(re.findall(r"(\w+)-0: vllm.grpc.engine at (\S+)", rig.output))
         with grpc.insecure_channel(found["prefill"]) as one, grpc.insecure_channel(found["decode"]) as other:
-            pair = Pair(rig, VllmEngineStub(one), VllmEngineStub(other), found["decode"])
-            deadline = time.monotonic() + 20
-            while not all(stub.HealthCheck(vllm.HealthCheckRequest()).healthy for stub in (pair.prefill, pair.decode)):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            pair = Pair(rig, VllmEngineStub(one), VllmEngineStub(other), found["decode"], gates)
+            stubs = (pair.prefill, pair.decode)
+            until(lambda: all(stub.HealthCheck(vllm.HealthCheckRequest()).healthy for stub in stubs), "not healthy")
             yield pair
 
 
@@ -141,19 +142,15 @@ def ticket_of(pair: Pair, name: str, **more: Any) -> str:
     return str(answer.complete.kv_transfer_params_json)
 
 
+def active(pair: Pair) -> int:
+    """Streams that decode serves."""
+    return int(pair.decode.GetServerInfo(vllm.GetServerInfoRequest()).active_requests)
+
+
 def mono(pair: Pair, ids: list[int] = PROMPT, **more: Any) -> list[int]:
     """The same answer over baton.v1."""
     fields = {"temperature": 0, "max_tokens": 6, "ignore_eos": True} | more
     return pair.rig.client.generate(token_ids=ids, **fields).token_ids
-
-
-def _settled(value: Callable[[], float]) -> float:
-    """A counter that workers report with their next heartbeat, once it stands still."""
-    last, now = -1.0, value()
-    while now != last:
-        time.sleep(0.3)
-        last, now = now, value()
-    return now
 
 
 def test_prefill_and_decode_in_a_gateways_order(pair: Pair) -> None:
@@ -175,13 +172,15 @@ def test_the_kv_comes_from_the_ticket_and_is_not_computed_twice(pair: Pair) -> N
     ids = [70 + i % 50 for i in range(33)]
 
     def computed() -> float:
+        """As of now: an answer of P alone brings P's counters along. It adds two."""
+        pair.rig.client.generate(token_ids=[1, 2], max_tokens=1)
         return oracles.total(pair.rig.metrics(), "baton_computed_prompt_tokens_total", worker="prefill-0")
 
-    before = _settled(computed)
+    before = computed()
     ticket = ticket_of(pair, "r2", ids=ids)
     (complete,) = call(pair.decode, "r2", ticket, stream=False, ids=ids)
     assert complete.complete.cached_tokens == 32
-    assert _settled(computed) - before == 33 + 1  # the last token's logits, for the second leg
+    assert computed() - before == 33 + 1 + 2  # the last token's logits, for the second leg
     assert list(complete.complete.output_ids) == mono(pair, ids)
 
 
@@ -239,10 +238,13 @@ def test_a_constraint_holds_over_the_seam(pair: Pair) -> None:
 
 def test_abort_ends_the_stream_and_frees_the_blocks(pair: Pair) -> None:
     """A gateway whose client left sends Abort and does not reset the stream."""
+    pair.gates.close("decode.step")
     stream = call(pair.decode, "r6", ticket_of(pair, "r6"), max_tokens=80)
     next(stream)
+    pair.gates.wait_reached("decode.step")
     pair.decode.Abort(vllm.AbortRequest(request_ids=["r6", "never heard of"]))
     last = list(stream)[-1].complete
+    pair.gates.release("decode.step")
     assert last.finish_reason == "abort"
     assert last.completion_tokens < 80
     pair.rig.quiesce()
@@ -250,18 +252,24 @@ def test_abort_ends_the_stream_and_frees_the_blocks(pair: Pair) -> None:
 
 
 def test_a_cancelled_call_frees_its_blocks_too(pair: Pair) -> None:
+    pair.gates.close("decode.step")
     stream = call(pair.decode, "r7", ticket_of(pair, "r7"), max_tokens=80)
     next(stream)
+    pair.gates.wait_reached("decode.step")
     stream.cancel()
+    until(lambda: not active(pair), "the cancel is not noticed")
+    pair.gates.release("decode.step")
     pair.rig.quiesce()
 
 
 def test_api_10_the_calls_deadline_is_the_requests(pair: Pair) -> None:
     params = vllm.SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     request = vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[1] * 20), sampling_params=params)
+    pair.gates.close("decode.step")  # the answer cannot end before its deadline
     with pytest.raises(grpc.RpcError) as caught:
-        list(pair.decode.Generate(request, timeout=0.01))
+        list(pair.decode.Generate(request, timeout=0.5))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    pair.gates.release("decode.step")
     pair.rig.quiesce()
 
 
@@ -280,6 +288,12 @@ def test_bad_requests_are_refused_by_name(pair: Pair) -> None:
         assert words in str(caught.value.details())
 
 
+def reported(stub: Any) -> Any:
+    """The worker's load, as of its last heartbeat."""
+    (load,) = stub.GetLoads(vllm.GetLoadsRequest()).loads
+    return load
+
+
 def test_what_a_gateway_asks_when_it_registers_a_worker(pair: Pair) -> None:
     for stub, role, kind in (
         (pair.prefill, "prefill", "kv_producer"),
@@ -293,8 +307,8 @@ def test_what_a_gateway_asks_when_it_registers_a_worker(pair: Pair) -> None:
         assert (model.is_generation, model.model_type) == (True, "llama")
         assert model.max_context_length > len(PROMPT)
         assert model.eos_token_ids
-        load = stub.GetLoads(vllm.GetLoadsRequest()).loads[0]
-        assert (load.num_total_reqs, load.max_total_num_tokens) == (0, 4 * (64 if role == "prefill" else 32))
+        until(lambda stub=stub: not reported(stub).num_total_reqs, "the load is not reported")
+        assert reported(stub).max_total_num_tokens == 4 * (64 if role == "prefill" else 32)
         chunks = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
         data = b"".join(chunk.data for chunk in chunks)
         assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()

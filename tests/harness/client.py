@@ -156,11 +156,11 @@ class Client:
     def detokenize(self, token_ids: Iterable[int]) -> str:
         """Text without special tokens."""
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special=True)
-        return str(self._stub.Detokenize(request, timeout=10).text)
+        return str(self._stub.Detokenize(request, timeout=30).text)
 
     def models(self) -> list[pb.Model]:
         """What ListModels says."""
-        return list(self._stub.ListModels(pb.ListModelsRequest(), timeout=10).models)
+        return list(self._stub.ListModels(pb.ListModelsRequest(), timeout=30).models)
 
 
 @contextmanager

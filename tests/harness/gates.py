@@ -46,7 +46,7 @@ class Gates:
         """Whether somebody has come to `point` since it was closed."""
         return self._marker(point).exists()
 
-    def wait_reached(self, point: str, timeout_s: float = 20.0) -> Held:
+    def wait_reached(self, point: str, timeout_s: float = 40.0) -> Held:
         """Returns when somebody stands at `point`, the one who came last. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not self.reached(point):
@@ -56,7 +56,7 @@ class Gates:
         pid, _, process = self._marker(point).read_text().partition(" ")
         return Held(int(pid), process)
 
-    def let_one(self, point: str, timeout_s: float = 20.0) -> None:
+    def let_one(self, point: str, timeout_s: float = 40.0) -> None:
         """Lets by who stands at the closed gate; the next one waits there again. Raises TimeoutError."""
         token = self._folder / f"{point}.pass"
         self._marker(point).unlink(missing_ok=True)

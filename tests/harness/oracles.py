@@ -37,7 +37,7 @@ Metrics = dict[str, dict[tuple[tuple[str, str], ...], float]]  # name -> sorted 
 
 def scrape(http: str) -> Metrics:
     """/metrics of the router at the URL `http`."""
-    text = httpx.get(f"{http}/metrics", timeout=10).raise_for_status().text
+    text = httpx.get(f"{http}/metrics", timeout=30).raise_for_status().text
     found: Metrics = defaultdict(dict)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -88,7 +88,7 @@ def pool_leftovers(metrics: Metrics) -> list[str]:
     ]
 
 
-def check_pool(http: str, within_s: float = 10.0) -> None:
+def check_pool(http: str, within_s: float = 30.0) -> None:
     """O-pool: on each worker nothing is referenced, held, running or waiting, within `within_s`."""
     deadline = time.monotonic() + within_s
     while left := pool_leftovers(scrape(http)):
@@ -105,7 +105,7 @@ def check_accounts(http: str) -> None:
     assert accepted == sum(ends), f"O-acct: accepted {accepted:g}, completed, failed, cancelled {ends}"
 
 
-def check_live(client: Client, within_s: float = 20.0) -> None:
+def check_live(client: Client, within_s: float = 40.0) -> None:
     """O-live: a probe that needs both pools is served (2 tokens: the second comes from decode)."""
     answer = client.generate(within_s, token_ids=[104, 105], max_tokens=2, temperature=0, ignore_eos=True)
     assert len(answer.token_ids) == 2, f"O-live: {answer}"
@@ -166,7 +166,7 @@ def _proc_leftovers(before: Footprint) -> list[str]:
     return left + [path for path in sorted(before.shared) if Path(path).exists()]
 
 
-def check_processes(before: Footprint, within_s: float = 20.0) -> None:
+def check_processes(before: Footprint, within_s: float = 40.0) -> None:
     """O-proc: of what `before` saw, no process lives, no port listens, no shared memory remains, within `within_s`."""
     deadline = time.monotonic() + within_s
     while left := _proc_leftovers(before):

@@ -59,7 +59,7 @@ class Reader:
 
     def wait_tokens(self, count: int) -> None:
         """Returns when so many tokens have come."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 40
         while len(self._stream.answer.token_ids) < count:
             assert time.monotonic() < deadline, "no tokens"
             time.sleep(0.005)

@@ -29,7 +29,7 @@ from .gates import Gates
 from .tied import tied
 
 _START_S = 90.0  # of the 120 that a test may take: beside others a start is slow
-_STOP_S = 20.0
+_STOP_S = 40.0
 _ENDPOINT = re.compile(r"\b(grpc|http|admin)\b\W+(?:https?://)?(127\.0\.0\.1:\d+)")
 
 
@@ -123,7 +123,7 @@ class Rig:
         """Sends a signal to rank 0 of a worker."""
         os.kill(self.pid(name), kind)
 
-    def wait_live(self, within_s: float = 20.0) -> None:
+    def wait_live(self, within_s: float = 40.0) -> None:
         """Returns when a request is served again. Raises the last error."""
         deadline = time.monotonic() + within_s
         while True:
@@ -135,14 +135,14 @@ class Rig:
                     raise
                 time.sleep(0.1)
 
-    def wait_all_ready(self, within_s: float = 30.0) -> None:
+    def wait_all_ready(self, within_s: float = 40.0) -> None:
         """Returns when every worker is ready."""
         deadline = time.monotonic() + within_s
         while any(worker["state"] != "ready" for worker in self.workers().values()):
             assert time.monotonic() < deadline, self.workers()
             time.sleep(0.1)
 
-    def quiesce(self, within_s: float = 10.0) -> None:
+    def quiesce(self, within_s: float = 30.0) -> None:
         """O-live, O-pool and O-acct."""
         oracles.check_live(self.client)
         oracles.check_pool(self.http, within_s)
@@ -200,7 +200,7 @@ class Rig:
 
     def _ready(self) -> bool:
         try:
-            return httpx.get(f"http://{self._endpoints['http']}/ready", timeout=5).status_code == 200
+            return httpx.get(f"http://{self._endpoints['http']}/ready", timeout=30).status_code == 200
         except httpx.HTTPError:
             return False
 
