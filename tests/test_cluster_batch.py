@@ -19,6 +19,7 @@ from baton.cluster import batch
 from baton.cluster.batch import Job, pause_s, with_url
 from baton.cluster.failures import CommandFailed
 from baton.cluster.http_client import Broken, HttpConnection, Origin, Unreachable
+from baton.proto import worker_pb2 as pb
 from baton.proto.errors import ConfigError
 from baton.tests.harness.router_rig import RouterRig, router_rig
 
@@ -214,7 +215,17 @@ async def test_killed_and_interrupted_runs_add_up_to_one_answer_for_each_line(ri
     command = [sys.executable, "-m", "baton.cluster.cli", "batch", str(made.source), str(made.target)]
     command += ["--url", str(origin(rig)), "--in-flight", "2"]
 
+    worker, turns = rig.cluster["decode-0"], asyncio.Semaphore(0)
+    decode = worker.on_decode
+
+    async def in_turn(leg: pb.Leg) -> None:
+        await turns.acquire()
+        await decode(leg)
+
     async def run(kind: signal.Signals, until: int) -> tuple[int | None, str]:
+        """Ended when it has so many lines; no more are answered before that."""
+        for _ in range(until - (made.target.read_bytes().count(b"\n") if made.target.exists() else 0)):
+            turns.release()
         process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
         while not made.target.exists() or made.target.read_bytes().count(b"\n") < until:
             await asyncio.sleep(0.005)
@@ -222,6 +233,7 @@ async def test_killed_and_interrupted_runs_add_up_to_one_answer_for_each_line(ri
         _, err = await process.communicate()
         return process.returncode, err.decode()
 
+    worker.on_decode = in_turn
     assert (await run(signal.SIGKILL, 10))[0] == -signal.SIGKILL
     torn = made.target.read_bytes()
     made.target.write_bytes(torn[: torn.rindex(b"\n") - 5])
@@ -229,6 +241,7 @@ async def test_killed_and_interrupted_runs_add_up_to_one_answer_for_each_line(ri
     assert code == 1
     assert "run the same command again to go on\nbaton: interrupted\n" in err
     assert "Traceback" not in err
+    worker.on_decode = decode
     assert await with_url(origin(rig), made) == 0
     assert Counter(one["custom_id"] for one in output(made)) == {str(number): 1 for number in range(100)}
     assert all(one["response"]["status_code"] == 200 for one in output(made))

@@ -69,7 +69,7 @@ async def test_kill_9_is_noticed_and_named() -> None:
     child = await start("", reports)
     await until(lambda: ready(reports))
     os.kill(child.pid, signal.SIGKILL)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert await child.wait() == "killed by SIGKILL"
     await child.stop(1)  # nothing to do
 
@@ -80,7 +80,7 @@ async def test_who_does_not_stop_is_killed_after_the_grace() -> None:
     await until(lambda: ready(reports))
     started = time.monotonic()
     await child.stop(0.3)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     assert await child.wait() == "killed by SIGKILL"
 
 
@@ -135,7 +135,7 @@ def test_a_child_dies_with_its_parent() -> None:
         assert alive(child)
         parent.kill()
         parent.wait()
-        assert gone([child], 3) == []
+        assert gone([child], 20) == []
 
 
 def test_a_process_that_is_tied_to_a_test_dies_with_it() -> None:
@@ -150,7 +150,7 @@ def test_a_process_that_is_tied_to_a_test_dies_with_it() -> None:
         assert alive(pid)
         parent.kill()
         parent.wait()
-        assert gone([pid], 3) == []
+        assert gone([pid], 20) == []
 
 
 DRIVER = """
@@ -222,13 +222,13 @@ def warded(script: Path) -> Iterator[Warded]:
 @pytest.mark.parametrize("victim", ["warden", "driver"])
 def test_kill_9_of_warden_or_driver_leaves_nothing(warded: Warded, victim: str) -> None:
     os.kill(warded.process.pid if victim == "warden" else warded.driver, signal.SIGKILL)
-    warded.check_clean(5)
+    warded.check_clean(30)
     assert warded.process.returncode == (-9 if victim == "warden" else 1)
 
 
 def test_an_interrupt_reaches_the_driver_once_and_nothing_is_left(warded: Warded) -> None:
     warded.process.send_signal(signal.SIGINT)
-    warded.check_clean(5)
+    warded.check_clean(30)
     assert warded.process.returncode == 1
 
 
@@ -245,7 +245,7 @@ def test_a_driver_whose_warden_is_gone_before_it_attached_ends_at_once(tmp_path:
 @pytest.mark.parametrize("code", [0, 2])
 def test_the_drivers_exit_code_is_the_wardens(script: Path, code: int) -> None:
     running = Warded(script, str(code))
-    running.check_clean(5)
+    running.check_clean(30)
     assert running.process.returncode == code
     assert running.process.stdout is not None
     running.process.stdout.close()
@@ -279,7 +279,7 @@ def test_children_of_a_process_whose_first_thread_has_ended_are_found() -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while psutil.Process(parent.pid).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.01)

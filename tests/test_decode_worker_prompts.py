@@ -192,7 +192,7 @@ async def test_answers_are_those_of_one_engine(tiny_dir: Path, alone: Monolithic
 
 
 async def test_a_cancel_between_chunks_frees_the_worker(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_RULES", failpoints.parse("decode.step=sleep(0.02)"))
+    monkeypatch.setattr(failpoints, "_RULES", failpoints.parse("decode.step=sleep(0.1)"))
     worker = WorkerProcess(decode_params(engine_params(tiny_dir), max_batch_tokens=1))
     try:
         await asyncio.to_thread(worker.wait_ready)

@@ -20,7 +20,7 @@ from baton.tests.harness.ranks import HOST, SECRET, TIMEOUT_S, Followers, follow
 THIS = "baton.tests.test_engine_ranks"
 
 
-def eventually(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], object], limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -181,14 +181,14 @@ def test_a_stalled_follower_holds_nobody_up_for_ever() -> None:
     line = Line(timeout_s=0.5)
     host, _, port = line.channel.address.rpartition(":")
     with socket.create_connection((host, int(port))) as silent:
-        thread = threading.Thread(target=_introduce, args=(silent, 1, SECRET, time.monotonic() + 5))
+        thread = threading.Thread(target=_introduce, args=(silent, 1, SECRET, time.monotonic() + 20))
         thread.start()
         line.channel.accept(2, TIMEOUT_S)
         thread.join()
         started = time.monotonic()
         with pytest.raises(RankLost, match="rank 1"):
             _broadcast_for_ever(line.channel)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
     line.channel.close()
 
 
@@ -267,7 +267,7 @@ def test_cf_07_a_killed_rank_fails_the_collectives_at_once() -> None:
         started = time.monotonic()
         with pytest.raises(RankLost, match="rank 0 of 2"):
             ranks.group.all_reduce(torch.ones(4))
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
         with pytest.raises(RankLost):
             ranks.group.gather_columns(torch.ones(4, 1), [1, 1])
 
@@ -277,7 +277,7 @@ def test_cf_07_a_rank_that_does_not_come_fails_the_collective_at_the_limit() -> 
         started = time.monotonic()
         with pytest.raises(RankLost, match="rank 0 of 2"):
             ranks.group.all_reduce(torch.ones(4))
-        assert 2 < time.monotonic() - started < 8
+        assert 2 < time.monotonic() - started < 20
         assert not ranks.lost
 
 

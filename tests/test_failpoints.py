@@ -109,7 +109,7 @@ def test_gates_hold_and_say_who_stands_there(use: Use, tmp_path: Path) -> None:
         assert gates.wait_reached("decode.step") == (os.getpid(), "decode-1")
         assert thread.is_alive()
         gates.release("decode.step")
-        thread.join(5)
+        thread.join(30)
         assert not thread.is_alive()
     with pytest.raises(ValueError, match=r"decode\.frame is no gate"):
         gates.close("decode.frame")
@@ -132,7 +132,7 @@ def test_one_at_a_time_and_on_request(use: Use, tmp_path: Path) -> None:
         gates.wait_reached("decode.step")
         assert len(passed) == count
         gates.let_one("decode.step")
-    thread.join(5)
+    thread.join(30)
     assert len(passed) == 3
     assert not failpoints.reach("decode.payload")
     gates.close("decode.payload")
@@ -149,7 +149,7 @@ async def test_a_gate_on_an_event_loop_holds_only_its_caller(use: Use, tmp_path:
     while not gates.reached("router.handoff"):
         await asyncio.sleep(0.001)
     gates.release("router.handoff")
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 30)
     use("router.handoff=raise")
     with pytest.raises(InternalError):
         await failpoints.reach_async("router.handoff")

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from baton.tests.harness.fault_proxy import FaultProxy, Tunnel, fault_proxy
@@ -23,6 +23,13 @@ with dial("kv.dial", (host, int(port)), 5.0) as link:
 """
 
 
+def _wait(met: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 class Pair:
     """Both ends of a tunnel, each a connected socket."""
 
@@ -32,12 +39,9 @@ class Pair:
             self.near = socket.create_connection(_split(proxy.address), 5)
             self.near.sendall(b"CONNECT 127.0.0.1:%d HTTP/1.1\r\n\r\n" % listener.getsockname()[1])
             self.far, _ = listener.accept()
-        self.far.settimeout(5)
+        self.far.settimeout(20)
         assert self.near.recv(100) == b"HTTP/1.1 200 OK\r\n\r\n"
-        deadline = time.monotonic() + 5
-        while not proxy.tunnels:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        _wait(lambda: proxy.tunnels)
 
     @property
     def tunnel(self) -> Tunnel:
@@ -74,12 +78,13 @@ def test_half_open_loses_one_direction_and_keeps_the_connection(pair: Pair) -> N
     pair.near.sendall(b"lost")
     pair.far.sendall(b"heard")
     assert pair.near.recv(100) == b"heard"
-    pair.far.settimeout(0.1)
+    _wait(lambda: pair.tunnel.moved["up"] == 4)
+    pair.far.settimeout(0.2)
     with pytest.raises(TimeoutError):
         pair.far.recv(1)
     pair.tunnel.faults["up"].swallow = False
     pair.near.sendall(b"again")
-    pair.far.settimeout(5)
+    pair.far.settimeout(20)
     assert pair.far.recv(100) == b"again"
 
 
@@ -87,13 +92,14 @@ def test_a_stalled_direction_delivers_later(pair: Pair) -> None:
     pair.tunnel.faults["up"].stall = True
     pair.near.sendall(b"a")  # the read that was in progress may still pass
     with contextlib.suppress(TimeoutError):
-        pair.far.settimeout(0.1)
+        pair.far.settimeout(1.0)
         pair.far.recv(1)
+    pair.far.settimeout(0.2)
     pair.near.sendall(b"b")
     with pytest.raises(TimeoutError):
         pair.far.recv(1)
     pair.tunnel.faults["up"].stall = False
-    pair.far.settimeout(5)
+    pair.far.settimeout(20)
     got = b""
     while not got.endswith(b"b"):
         got += pair.far.recv(1)
@@ -103,16 +109,13 @@ def test_a_stalled_direction_delivers_later(pair: Pair) -> None:
 def test_a_cut_is_a_reset_or_an_end(pair: Pair, reset: bool) -> None:
     pair.tunnel.cut(reset)
     for end in (pair.near, pair.far):
-        end.settimeout(5)
+        end.settimeout(20)
         if reset:
             with pytest.raises(ConnectionResetError):
                 end.recv(1)
         else:
             assert end.recv(1) == b""
-    deadline = time.monotonic() + 5
-    while pair.tunnel.open:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    _wait(lambda: not pair.tunnel.open)
 
 
 def test_a_cut_in_mid_stream(pair: Pair) -> None:

@@ -100,6 +100,13 @@ async def test_what_was_reaped_is_refused_and_computed_by_a_new_leg(tiny_dir: Pa
 
 # ---- moved ---------------------------------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice does not come to its end before it is held."""
+    monkeypatch.setattr(failpoints, "_RULES", failpoints.parse("decode.step=sleep(0.05)"))
+
+
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # engine of the first and of the second decode worker
     "tp-1-to-2": ({}, {"tensor_parallel": 2}),
     "tp-2-to-1-blocks-4-to-8": ({"tensor_parallel": 2}, {"block_size": 8, "kv_blocks": 32}),
@@ -108,7 +115,10 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # engine of the fir
 
 
 @pytest.mark.parametrize("row", MOVES)
-async def test_choices_move_to_another_decode_worker_and_back(tiny_dir: Path, alone: Monolithic, row: str) -> None:
+@pytest.mark.usefixtures("slow_steps")
+async def test_choices_move_to_another_decode_worker_and_back(
+    tiny_dir: Path, alone: Monolithic, row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Choice 1 of three moves after some tokens, and then moves back; the others stay where they are."""
     changes = SAMPLED | {"max_tokens": 40}
     prompt = prompt_of(21)
@@ -132,6 +142,7 @@ async def test_choices_move_to_another_decode_worker_and_back(tiny_dir: Path, al
             await all_.news(target, key_of(following), "committed")
             await all_.release(source, key_of(following))
             leg, source, target = following, target, source
+        monkeypatch.setattr(failpoints, "_RULES", {})
         await all_.finish(leg, target, source, answer)
         await here.until(lambda: sum(bool(t.finish_reason) for t in here.tokens(key_of(one))) == 2)
         all_.take(here, key_of(one), answer)
@@ -140,6 +151,7 @@ async def test_choices_move_to_another_decode_worker_and_back(tiny_dir: Path, al
     check(alone, prompt, answer, **changes)
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_move_whose_target_is_lost_goes_to_another_from_the_same_blocks(
     tiny_dir: Path, alone: Monolithic
 ) -> None:
@@ -165,6 +177,7 @@ async def test_a_move_whose_target_is_lost_goes_to_another_from_the_same_blocks(
 
 
 @pytest.mark.parametrize("when", ["held", "sending"])
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_cancel_or_a_lost_session_frees_what_is_held(tiny_dir: Path, when: str) -> None:
     async with crew(prefill_params(engine_params(tiny_dir)), *[decode_params(engine_params(tiny_dir))] * 2) as all_:
         here, there = all_.decodes
@@ -181,7 +194,7 @@ async def test_a_cancel_or_a_lost_session_frees_what_is_held(tiny_dir: Path, whe
             held = key_of(two)
             await all_.cancel(there, held)
         await all_.cancel(here, held)
-        await asyncio.gather(here.wait_idle(2.0), there.wait_idle(2.0))
+        await asyncio.gather(here.wait_idle(), there.wait_idle())
 
 
 # ---- given to the prefill worker -----------------------------------------------------------------------------------

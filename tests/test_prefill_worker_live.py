@@ -138,7 +138,7 @@ async def test_a_prompt_as_long_as_the_context_and_one_token_too_long(tiny_dir: 
 
 
 async def test_lc_06_a_cancelled_prompt_stops_within_one_chunk(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_RULES", failpoints.parse("prefill.chunk=sleep(0.1)"))
+    monkeypatch.setattr(failpoints, "_RULES", failpoints.parse("prefill.chunk=sleep(0.4)"))
     slow = prefill_params(engine_params(tiny_dir), max_batch_tokens=8)
     async with pair(slow, decode_params(engine_params(tiny_dir))) as router:
         leg = leg_message(prompt_of(200), sampling(max_tokens=5))

@@ -14,7 +14,7 @@ from baton.router.life_messages import Peer
 from baton.router.outstanding import Work
 from baton.router.placement.disaggregation import POLICIES, conditional
 from baton.router.placement.policy import Candidate, Demand
-from baton.tests.harness.router_rig import RouterRig, router_rig, say
+from baton.tests.harness.router_rig import RouterRig, router_rig, say, until
 
 PREFILL, DECODE = StepTime(0.01, 1e-4, 0.0), StepTime(0.02, 1e-3, 0.0)
 IDLE_P = Candidate(Peer("prefill-0", "a"), 0, law=PREFILL, step_tokens=512)
@@ -138,7 +138,7 @@ async def test_a_worker_that_does_not_compute_it_is_replaced(never: RouterRig, h
 
 async def test_a_choice_moves_off_a_draining_worker_and_keeps_its_kv(never: RouterRig) -> None:
     never.cluster.script = say("abcdefghij" * 8)
-    call = await never.streaming(4, 0.015, prompt="x", max_tokens=60)
+    call = await never.streaming(4, prompt="x", max_tokens=60)
     here = never.serving("decode")
     await never.cluster.set_state(here.worker_id, "draining")
     answer = await call
@@ -152,10 +152,12 @@ async def test_conditional_goes_on_without_a_prefill_worker(tmp_path: Path) -> N
     async with router_rig(tmp_path, "prefill-0", "decode-0", disaggregation="conditional") as rig:
         assert (await rig.generate(prompt="x")).finished[-1].timing.prefill_worker == "prefill-0"
         await rig.cluster.set_state("prefill-0", "draining")
-        await asyncio.sleep(0.1)
-        answer = await rig.generate(prompt="x")
-        assert answer.texts == {0: "hello"}
-        assert answer.finished[-1].timing.prefill_worker == ""
+
+        async def served_by(worker: str) -> bool:
+            answer = await rig.generate(prompt="x")
+            assert answer.texts == {0: "hello"}
+            return answer.finished[-1].timing.prefill_worker == worker
+
+        await until(lambda: served_by(""))
         await rig.cluster.set_state("prefill-0", "ready")
-        await asyncio.sleep(0.1)
-        assert (await rig.generate(prompt="x")).finished[-1].timing.prefill_worker == "prefill-0"
+        await until(lambda: served_by("prefill-0"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from baton.tests.harness.router_rig import (
     ref_of,
     router_rig,
     say,
+    until,
 )
 
 LONG = "abcdefghijklmnopqrstuvwxyz"
@@ -65,7 +67,7 @@ async def test_lc_02_cancel_between_prefill_done_and_decode_told(rig: RouterRig)
             if message.HasField("tokens"):
                 break
         call.cancel()
-        await rig.cluster.settled(0.5)
+        await rig.cluster.settled()
     assert await rig.metric("baton_cancellations_total", phase="handover") == 30
 
 
@@ -81,8 +83,9 @@ async def test_lc_08_decode_port_closed(tmp_path: Path) -> None:
             worker.address = f"127.0.0.1:{taken.getsockname()[1]}"
             await rig.cluster.set_state("decode-0", "ready")
             await asyncio.sleep(0.5)
+            await rig.not_ready()
             calls = [status(rig, prompt="x") for _ in range(50)]
-            results = await asyncio.wait_for(asyncio.gather(*calls), 3)
+            results = await asyncio.wait_for(asyncio.gather(*calls), 20)
             assert {code for code, _ in results} == {grpc.StatusCode.UNAVAILABLE}
             assert rig.cluster["prefill-0"].commands == []
 
@@ -114,9 +117,9 @@ async def test_lc_08_prefill_raises_after_accepting(rig: RouterRig) -> None:
         prefill.fail(leg, "unavailable", "the engine stopped")
 
     prefill.on_prefill = fail
-    results = await asyncio.wait_for(asyncio.gather(*(status(rig, prompt="x") for _ in range(50))), 3)
+    results = await asyncio.wait_for(asyncio.gather(*(status(rig, prompt="x") for _ in range(50))), 20)
     assert set(results) == {(grpc.StatusCode.UNAVAILABLE, "the engine stopped")}
-    await rig.cluster.settled(0.5)  # the sibling leg was cancelled
+    await rig.cluster.settled()  # the sibling leg was cancelled
     assert await rig.metric("baton_retries_total", leg="first") == 100
     assert await rig.metric("baton_requests_failed_total", code="unavailable") == 50
 
@@ -203,13 +206,16 @@ async def test_decode_lost_in_mid_answer_goes_on_elsewhere_without_gap_or_duplic
 
 
 async def test_prefill_lost_before_commit_starts_a_new_pair(wide: RouterRig) -> None:
+    hanging = asyncio.Event()
+
     async def hang(leg: pb.Leg, ticket: bytes) -> None:
-        await asyncio.sleep(10)
+        hanging.set()
+        await asyncio.Event().wait()
 
     for name in ("prefill-0", "prefill-1"):
         wide.cluster[name].on_prefill = hang
     call = asyncio.create_task(wide.generate(prompt="x"))
-    await asyncio.sleep(0.2)
+    await hanging.wait()
     lost = wide.serving("prefill")
     for name in ("prefill-0", "prefill-1"):
         wide.cluster[name].on_prefill = wide.cluster[name].prefill
@@ -259,7 +265,7 @@ async def test_who_waits_for_a_worker_may_leave(rig: RouterRig) -> None:
 
 async def test_api_05_an_answer_that_no_worker_can_end_ends_with_its_deadline(tmp_path: Path) -> None:
     """An error, and never a stop."""
-    async with router_rig(tmp_path, "prefill-0", "decode-0", request_deadline_s=1.5) as rig:
+    async with router_rig(tmp_path, "prefill-0", "decode-0", request_deadline_s=4.0) as rig:
         call = await lost_in_mid_answer(rig)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
@@ -313,7 +319,7 @@ async def test_a_silent_worker_is_dead_within_its_bound(rig: RouterRig) -> None:
     rig.cluster["decode-0"].muted = True
     while not await rig.metric("baton_retries_total", leg="resumed"):
         await asyncio.sleep(0.02)
-    assert 0.9 < asyncio.get_running_loop().time() - start < 5
+    assert 0.5 < asyncio.get_running_loop().time() - start < 15
     rig.cluster["decode-0"].muted = False
     assert (await call).texts == {0: LONG}  # from its next session
 
@@ -323,6 +329,7 @@ async def test_cf_01_a_replaced_worker_behind_the_same_address(rig: RouterRig) -
     for incarnation in ("2", "3"):
         old = rig.cluster["decode-0"]
         await old.kill()
+        await rig.not_ready()
         code, _ = await status(rig, prompt="x")
         assert code is grpc.StatusCode.UNAVAILABLE
         await rig.cluster.add("decode-0", incarnation, address=old.address)
@@ -383,6 +390,8 @@ async def test_reservations_wait_for_the_lookahead(rig: RouterRig) -> None:
 
     prefill.on_prefill = slow
     calls = [asyncio.create_task(rig.generate(prompt="x" * 60)) for _ in range(10)]
+    await rig.counts("baton_router_inflight_requests", 10)
+    await until(lambda: len(prefill.held) == 3)
     await asyncio.sleep(0.3)
     assert len(decode.held) == len(prefill.held) == 3
     calls[9].cancel()  # one that waits in the router
@@ -409,12 +418,13 @@ async def test_commands_of_one_turn_travel_together(rig: RouterRig) -> None:
 
 async def test_cf_08_stop_lets_live_streams_finish_and_refuses_new_ones(rig: RouterRig) -> None:
     rig.cluster.script = say(LONG[:12])
+    rig.cluster["decode-0"].most_tokens = 4
     call = await rig.streaming(2, prompt="x")
     rig.stop.set()
-    await asyncio.sleep(0.05)
+    assert await rig.not_ready() == "stopping"
     code, _ = await status(rig, prompt="x")
     assert code is grpc.StatusCode.UNAVAILABLE
-    assert (await rig.http.get("/ready")).json()["reason"] == "stopping"
+    rig.cluster["decode-0"].most_tokens = math.inf
     assert (await call).texts == {0: LONG[:12]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ async def test_api_10_deadline_reaches_every_leg_and_ends_it(rig: RouterRig) -> 
     prefill, decode = rig.cluster["prefill-0"], rig.cluster["decode-0"]
 
     async def hang(leg: Any, ticket: bytes) -> None:
-        await asyncio.sleep(10)
+        await asyncio.Event().wait()
 
     prefill.on_prefill = hang
     start = asyncio.get_running_loop().time()
@@ -173,14 +174,14 @@ async def test_api_10_deadline_reaches_every_leg_and_ends_it(rig: RouterRig) -> 
         error = caught
     assert error is not None
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert asyncio.get_running_loop().time() - start < 3  # not the 10 s that prefill hangs
+    assert asyncio.get_running_loop().time() - start < 15  # prefill hangs for ever
     assert all(0 < left <= 0.3 for left in prefill.deadlines + decode.deadlines)
-    await rig.cluster.settled(0.5)
+    await rig.cluster.settled()
 
 
 async def test_api_01_cancelled_streams_stop_their_workers(rig: RouterRig) -> None:
     rig.cluster.script = lambda leg, choice, index: ord("a")
-    rig.cluster["decode-0"].step_s = 0.01
+    rig.cluster["decode-0"].most_tokens = 3
 
     async def leave_after_one() -> None:
         call = rig.stub.Generate(api.GenerateRequest(prompt="x", max_tokens=200))
@@ -190,7 +191,8 @@ async def test_api_01_cancelled_streams_stop_their_workers(rig: RouterRig) -> No
         call.cancel()
 
     await asyncio.gather(*(leave_after_one() for _ in range(32)))
-    await rig.cluster.settled(1)
+    await rig.cluster.settled()
+    rig.cluster["decode-0"].most_tokens = math.inf
     await rig.reconcile()
     assert await rig.metric("baton_requests_cancelled_total") == 32
     assert (await rig.generate(prompt="x", max_tokens=2)).ids == {0: [97, 97]}
@@ -202,7 +204,7 @@ async def wait_for_health(rig: RouterRig, service: str, wanted: int) -> None:
         "/grpc.health.v1.Health/Watch",
         request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
         response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )(health_pb2.HealthCheckRequest(service=service), timeout=2)
+    )(health_pb2.HealthCheckRequest(service=service), timeout=20)
     async for update in watch:
         if update.status == wanted:
             break
@@ -247,9 +249,10 @@ async def test_starting_without_workers_is_unavailable(tmp_path: Path) -> None:
 
 async def test_too_many_in_flight_is_exhausted(tmp_path: Path) -> None:
     async with router_rig(tmp_path, "prefill-0", "decode-0", max_inflight=2) as rig:
-        rig.cluster["decode-0"].step_s = 0.05
+        rig.cluster["decode-0"].most_tokens = 2
         first = [asyncio.create_task(rig.generate(prompt="x")) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        await rig.counts("baton_router_inflight_requests", 2)
         error = await refused(rig, prompt="x")
+        rig.cluster["decode-0"].most_tokens = math.inf
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await asyncio.gather(*first)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -11,21 +10,22 @@ import pytest
 from baton.proto import baton_pb2 as api
 from baton.proto import worker_pb2 as pb
 from baton.proto.block_digests import block_digests, short_digest
-from baton.tests.harness.router_rig import FakeWorker, RouterRig, router_rig
+from baton.tests.harness.router_rig import FakeWorker, RouterRig, router_rig, until
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0")
 PROMPT = list(range(1, 18))
 BLOCKS = [short_digest(digest) for digest in block_digests(PROMPT, "", 4)]
 
 
-async def until(met: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not met():
-            await asyncio.sleep(0.01)
-
-
 def says(worker: FakeWorker, sequence: int, *added: int, snapshot: bool = False) -> None:
     worker.emit(prefixes=pb.PrefixChanges(sequence=sequence, snapshot=snapshot, added=added))
+
+
+async def has_law(rig: RouterRig, name: str, law: pb.StepTime) -> None:
+    """The worker reports the law, and the router knows: what else its load holds is seen in the metrics."""
+    worker = rig.cluster.workers[name]
+    worker.step_time, worker.used_blocks = law, 1
+    await rig.counts("baton_kv_used_blocks", 1, worker=name)
 
 
 async def prefilled(rig: RouterRig, worker: FakeWorker, tokens: list[int], salt: str = "") -> bool:
@@ -42,8 +42,7 @@ async def test_a_prompt_goes_where_a_worker_says_that_its_prefix_is(tmp_path: Pa
         await until(lambda: holder.watched == 1)
         assert rig.cluster.workers["decode-0"].watched == 0  # its pool's policy does not ask
         says(holder, 0, *BLOCKS, snapshot=True)
-        await asyncio.sleep(0.1)
-        assert await rig.metric("baton_prefix_known_blocks", worker="prefill-1") == 4
+        await rig.counts("baton_prefix_known_blocks", 4, worker="prefill-1")
         assert await prefilled(rig, holder, PROMPT)
         assert not await prefilled(rig, rig.cluster.workers["prefill-0"], PROMPT)
         assert await prefilled(rig, holder, [*PROMPT[:4], 99, 98, 97, 96])  # the first block is the same
@@ -60,7 +59,7 @@ async def test_after_a_gap_the_router_asks_anew_and_once(tmp_path: Path) -> None
         await until(lambda: first.watched == 2)
         says(first, 8, snapshot=True)
         says(first, 9, *BLOCKS)
-        await asyncio.sleep(0.1)
+        await rig.counts("baton_prefix_known_blocks", 4, worker="prefill-0")
         assert first.watched == 2
         assert await prefilled(rig, first, PROMPT)
 
@@ -78,8 +77,7 @@ async def test_what_no_worker_can_do_in_time_is_refused_with_the_time_it_would_b
     objective = {"ttft_objective_s": 1.0, "prefill_placement": "latency_aware"}
     async with router_rig(tmp_path, *WORKERS, **objective) as rig:
         for name in WORKERS[:2]:
-            rig.cluster.workers[name].step_time = pb.StepTime(a=0.0, b=0.25, c=0.0)
-        await asyncio.sleep(0.4)  # a heartbeat
+            await has_law(rig, name, pb.StepTime(a=0.0, b=0.25, c=0.0))
         answer = await rig.generate(token_ids=api.TokenIds(ids=PROMPT[:4]), max_tokens=2)
         assert answer.prompt_tokens == 4
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -92,8 +90,7 @@ async def test_what_no_worker_can_do_in_time_is_refused_with_the_time_it_would_b
 async def test_a_decode_worker_that_would_be_too_slow_takes_no_new_request(tmp_path: Path) -> None:
     objective = {"tpot_objective_s": 0.01, "decode_placement": "latency_aware"}
     async with router_rig(tmp_path, *WORKERS, **objective) as rig:
-        rig.cluster.workers["decode-0"].step_time = pb.StepTime(a=0.02, b=0.0, c=0.0)
-        await asyncio.sleep(0.4)
+        await has_law(rig, "decode-0", pb.StepTime(a=0.02, b=0.0, c=0.0))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.generate(token_ids=api.TokenIds(ids=PROMPT), max_tokens=100)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -138,7 +135,7 @@ async def test_an_urgent_request_waits_for_less(tmp_path: Path) -> None:
         for priority, tokens in ((5, 101), (0, 102), (-5, 103)):
             ids = api.TokenIds(ids=[7] * tokens)
             calls.append(asyncio.create_task(rig.generate(token_ids=ids, max_tokens=2, priority=priority)))
-            await asyncio.sleep(0.1)
+            await rig.counts("baton_router_inflight_requests", len(calls))
         release.set()
         await asyncio.gather(*calls)
         assert lengths == [100, 100, 103, 102, 101]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,25 @@ def test_st_08_a_stopped_choice_leaves_the_batch_at_once(tmp_path: Path) -> None
     model = write_scripted_model(tmp_path / "scripted", CYCLE)
     config = tiny_config(model)
     memory = 2 * config["pools"]["decode"]["memory"]
-    gates = Gates(tmp_path / "gates", {"decode.step": "sleep(0.03)"})
+    gates = Gates(tmp_path / "gates", {"decode.step": "gate"})
     with running(tmp_path / "rig", merged(config, {"pools.decode.memory": memory}), gates) as rig:
         request, texts = two_choices_that_say_b_far_apart(rig)
-        stream = rig.client.stream(**request, stop=["B"])
         first = texts.index(min(texts, key=len))
+        gates.close("decode.step")
+        stream = rig.client.stream(**request, stop=["B"])
+        for _ in texts[first]:  # prefill says the first character, and the B is one more
+            gates.wait_reached("decode.step")
+            gates.let_one("decode.step")
         for answer in stream:
             if answer.choices[first].reason:
                 break
-        deadline = time.monotonic() + 5
-        while (left := running_sequences(rig)) == 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert left == 1
+        for _ in range(20):  # of at least 30 that the other has before it
+            gates.wait_reached("decode.step")
+            if running_sequences(rig) == 1:
+                break
+            gates.let_one("decode.step")
+        assert running_sequences(rig) == 1
+        gates.release("decode.step")
         answer = stream.rest()
         assert [choice.text for choice in answer.choices] == texts
         assert answer.choices[first].matched_stop == "B"

@@ -20,7 +20,7 @@ from baton.tests.harness.monolithic import Monolithic
 from baton.tests.harness.oracles import total
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
 
-STEP = "sleep(0.03)"  # so that streams last longer than what is done to them
+CRAWL = "sleep(0.3)?"  # of a step, so that streams last longer than what is done to them
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
@@ -46,7 +46,7 @@ def cluster(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "router.placement": {"decode": "round_robin"},
     }
     folder = tmp_path_factory.mktemp("moves")
-    gates = Gates(folder / "gates", {"decode.step": STEP, "decode.frame": "gate"})
+    gates = Gates(folder / "gates", {"decode.step": CRAWL, "decode.frame": "gate"})
     with running(folder, merged(tiny_config(tiny_dir), changes), gates) as rig:
         yield rig, gates
 
@@ -91,7 +91,7 @@ def test_a_decode_worker_lost_before_the_commit_costs_no_second_prefill(
     stuck = [name for name, w in rig.workers().items() if w["role"] == "decode" and _held(rig, name)]
     rig.kill_worker(stuck[0], signal.SIGKILL)
     gates.release("decode.frame")
-    reader.join(30)
+    reader.join(60)
     (answer,) = answers
     assert answer.token_ids == alone.run(prompt, max_tokens=12)[0].token_ids
     after = [counted(rig, name) for name in names]
@@ -105,11 +105,12 @@ def _held(rig: Rig, worker: str) -> bool:
     return counted(rig, "baton_kv_held_legs", worker=worker) > 0
 
 
-def test_draining_a_decode_worker_moves_its_streams(rig: Rig, alone: Monolithic) -> None:
+def test_draining_a_decode_worker_moves_its_streams(cluster: tuple[Rig, Gates], rig: Rig, alone: Monolithic) -> None:
     """Four streams, two of them on each; the drain does not wait for their ends, and no client notices."""
     rig.quiesce()  # and the router knows what the workers have counted
     prompts = [ids(20, start=10 + n) for n in range(4)]
     computed, retries = (counted(rig, name) for name in ("baton_computed_prompt_tokens_total", "baton_retries_total"))
+    cluster[1].close("decode.step")
     streams = [rig.client.stream(token_ids=prompt, max_tokens=90, **GREEDY) for prompt in prompts]
     for stream in streams:
         stream.until_tokens(2)
@@ -118,9 +119,11 @@ def test_draining_a_decode_worker_moves_its_streams(rig: Rig, alone: Monolithic)
         drained: Any = AdminStub(channel).Drain(control_pb2.DrainRequest(worker_id="decode-1"), timeout=60)
         assert "decode-1 is drained" in drained.message
         assert not any(one.done() for one in rest)
+        cluster[1].release("decode.step")
         answers = [one.result(60) for one in rest]
     assert counted(rig, "baton_legs_handed_over_total", cause="moved") == 2
-    assert counted(rig, "baton_computed_prompt_tokens_total") - computed == sum(map(len, prompts))
+    selftest = counted(rig, "baton_computed_prompt_tokens_total") - computed - sum(map(len, prompts))
+    assert selftest in (0, 5)  # of the worker that comes in its place
     assert counted(rig, "baton_retries_total") == retries
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == alone.run(prompt, max_tokens=90)[0].token_ids

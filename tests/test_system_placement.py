@@ -15,6 +15,7 @@ import grpc
 import httpx
 import pytest
 from baton.tests.harness.gates import Gates
+from baton.tests.harness.one_pair import until
 from baton.tests.harness.oracles import beating, total
 from baton.tests.harness.rig import Rig, merged, running, tiny_config
 
@@ -64,7 +65,7 @@ def _probes(rig: Rig) -> Iterator[None]:
     def probe() -> None:
         while not stop.wait(0.2):
             for path in ("/health", "/ready", "/metrics", "/v1/models"):
-                httpx.get(rig.http + path, timeout=10)
+                httpx.get(rig.http + path, timeout=30)
 
     thread = threading.Thread(target=probe)
     thread.start()
@@ -78,10 +79,10 @@ def _probes(rig: Rig) -> Iterator[None]:
 def test_sp_07_probes_do_not_move_traffic(cluster: tuple[str, Rig, Gates], rig: Rig) -> None:
     policy, _, _ = cluster
     before = total(rig.metrics(), "baton_time_to_first_token_seconds_count")
-    quiet = _places(rig, 20)
+    quiet = _places(rig, 40)
     with _probes(rig):
-        probed = _places(rig, 20)
-    assert total(rig.metrics(), "baton_time_to_first_token_seconds_count") == before + 40
+        probed = _places(rig, 40)
+    assert total(rig.metrics(), "baton_time_to_first_token_seconds_count") == before + 80
     if policy == "round_robin":
         assert probed == quiet
         assert len(set(quiet)) == 2
@@ -113,9 +114,7 @@ def test_sp_06_counts_follow_the_streams(cluster: tuple[str, Rig, Gates], rig: R
     try:
         with ThreadPoolExecutor(8) as pool:
             streams = [pool.submit(one, i) for i in range(8)]
-            deadline = time.monotonic() + 20
-            while sum(rig.metrics()["baton_router_inflight_requests"].values()) < 8:
-                assert time.monotonic() < deadline
+            until(lambda: total(rig.metrics(), "baton_kv_held_legs", role="decode") == 8, "not all are placed")
             gates.release("prefill.chunk")
             workers = [stream.result() for stream in streams]
     finally:
@@ -128,19 +127,19 @@ def test_sp_06_counts_follow_the_streams(cluster: tuple[str, Rig, Gates], rig: R
 
 def test_o_beat_under_load(rig: Rig) -> None:
     """Streams and huge prompts together: the router's event loop goes on answering."""
-    with beating(rig.http) as beat, ThreadPoolExecutor(9) as pool:
+    with beating(rig.http, rig.router_pid()) as beat, ThreadPoolExecutor(9) as pool:
         streams = [pool.submit(rig.client.generate, token_ids=ids(16, i), **LONG) for i in range(8)]
         status, _ = rig.client.refused(prompt="word " * 200_000)
         for stream in streams:
             stream.result()
     assert status == grpc.StatusCode.INVALID_ARGUMENT
-    assert beat.worst_s < 1.0  # 250 ms on a machine of its own
+    assert beat.worst_s < 1.0
 
 
 def test_killing_one_of_two_leaves_the_other(rig: Rig) -> None:
     rig.kill_worker("prefill-1")
     rig.kill_worker("decode-1")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 40
     while True:
         try:
             answers = [rig.client.generate(token_ids=ids(12, i), max_tokens=3, temperature=0) for i in range(4)]

@@ -17,7 +17,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def rig(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def cluster(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rig, Gates]]:
     """Prompt lookup: a tiny random model's greedy answers run into loops, so some proposals stand and some do not."""
     folder = tmp_path_factory.mktemp("speculation")
     changes = {
@@ -26,9 +26,14 @@ def rig(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ri
         "router.placement": {"decode": "round_robin"},
         "engine.speculation": {"method": "prompt_lookup", "max_tokens": 4},
     }
-    gates = Gates(folder / "gates", {"decode.step": "sleep(0.03)"})  # a drain overtakes streams
+    gates = Gates(folder / "gates", {"decode.step": "sleep(0.3)?"})  # a drain overtakes streams
     with running(folder, merged(tiny_config(tiny_dir), changes), gates) as started:
-        yield started
+        yield started, gates
+
+
+@pytest.fixture(scope="module")
+def rig(cluster: tuple[Rig, Gates]) -> Rig:
+    return cluster[0]
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +94,16 @@ def test_metrics_say_how_much_was_accepted(rig: Rig) -> None:
         assert total(metrics, "baton_spec_decode_mean_accepted_length", worker=worker) == 1 + taken / own[0] > 1
 
 
-def test_streams_that_move_take_only_accepted_tokens_along(rig: Rig, alone: Monolithic) -> None:
+def test_streams_that_move_take_only_accepted_tokens_along(
+    cluster: tuple[Rig, Gates], rig: Rig, alone: Monolithic
+) -> None:
     prompts = [ids(20, start) for start in range(4)]
+    cluster[1].close("decode.step")
     streams = [rig.client.stream(token_ids=prompt, max_tokens=150, **GREEDY) for prompt in prompts]
     for stream in streams:
         stream.until_tokens(3)
     rig.drain("decode-1")
+    cluster[1].release("decode.step")
     for prompt, stream in zip(prompts, streams, strict=True):
         assert stream.rest().token_ids == alone.run(prompt, max_tokens=150)[0].token_ids
     assert total(rig.metrics(), "baton_legs_handed_over_total", cause="moved") > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from baton.tests.harness.gates import Gates
 from baton.tests.harness.oracles import check_accounts, check_processes, footprint, pool_leftovers
 from baton.tests.harness.rig import Rig, running, tiny_config
 from baton.tests.harness.tiny_model import EOS, chain, special_id, write_scripted_model
@@ -18,15 +19,21 @@ SCRIPT = chain(*b"?ABCDEFGHIJ.") | chain(*"!caf\u00e9+\u65e5-".encode())
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
+    return Gates(tmp_path_factory.mktemp("gates"), {"decode.step": "gate"})
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Rig]:
     model = write_scripted_model(tmp_path_factory.mktemp("scripted") / "scripted", SCRIPT)
-    with running(tmp_path_factory.mktemp("text"), tiny_config(model)) as rig:
+    with running(tmp_path_factory.mktemp("text"), tiny_config(model), gates) as rig:
         yield rig
 
 
 @pytest.fixture
-def rig(cluster: Rig) -> Iterator[Rig]:
+def rig(cluster: Rig, gates: Gates) -> Iterator[Rig]:
     yield cluster
+    gates.release_all()
     cluster.quiesce()
 
 
@@ -106,11 +113,13 @@ def test_st_09_ignore_eos_runs_to_the_cap(rig: Rig) -> None:
     assert (answer.token_ids, answer.reason) == ([*b"ABCDEFGHIJ.", END, END, END, END], "length")
 
 
-def test_the_oracles_see_a_running_request(rig: Rig) -> None:
+def test_the_oracles_see_a_running_request(rig: Rig, gates: Gates) -> None:
+    gates.close("decode.step")
     stream = rig.client.stream(prompt="Say ?", max_tokens=120, temperature=0, ignore_eos=True)
-    stream.until_tokens(2)
+    stream.until_tokens(1)
     with pytest.raises(AssertionError, match="O-acct: accepted"):
         check_accounts(rig.http)
+    gates.release("decode.step")
     stream.rest()
     with pytest.raises(AssertionError, match="O-proc"):
         check_processes(footprint(rig.process.pid), within_s=0.1)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import inspect
 import json
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +34,7 @@ from baton.tests.harness.tiny_model import EOS, special_id, write_tokenizer
 EOS_ID = special_id(EOS)
 CONTEXT = 256
 VOCAB = 320
+_LIMIT_S = 20.0
 LIMITS = RequestLimits(
     n=8,
     logprobs=20,
@@ -85,6 +89,7 @@ class FakeWorker(WorkerServicer):
         self.commands: list[tuple[str, Key]] = []
         self.messages = 0
         self.step_s = 0.002
+        self.most_tokens = math.inf  # decode says so many of an answer and goes on when this is raised
         self.muted = False
         self.deadlines: list[float] = []
         self.on_reserve: Callable[[pb.Leg], Awaitable[None]] = self.reserve
@@ -303,6 +308,8 @@ class FakeWorker(WorkerServicer):
             self.step(leg, tokens)
             index += 1
             await asyncio.sleep(self.step_s)
+            while index >= self.most_tokens:
+                await asyncio.sleep(0.005)
             ended = self.ended.get(key_of(leg), set())
             alive = [token.choice for token in tokens if not token.finish_reason and token.choice not in ended]
         if key_of(leg) not in self.kept:
@@ -373,15 +380,26 @@ class FakeCluster(MembershipServicer):
     def __getitem__(self, worker_id: str) -> FakeWorker:
         return self.workers[worker_id]
 
-    async def settled(self, seconds: float = 2.0) -> None:
+    async def settled(self) -> None:
         """Waits until no worker holds a leg; fails with what is left (O-pool)."""
-        left: dict[str, list[Key]] = {}
-        for _ in range(int(seconds / 0.01)):
-            left = {name: list(worker.held) for name, worker in self.workers.items() if worker.held}
-            if not left:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"legs left behind: {left}")
+
+        def left() -> dict[str, list[Key]]:
+            return {name: list(worker.held) for name, worker in self.workers.items() if worker.held}
+
+        await until(lambda: not left(), lambda: f"legs left behind: {left()}")
+
+
+async def until(
+    met: Callable[[], object] | Callable[[], Awaitable[object]], problem: str | Callable[[], str] = "it did not happen"
+) -> None:
+    """Returns when `met()`, or what it awaits, is true. The limit only ends a test that has failed."""
+    deadline = time.monotonic() + _LIMIT_S
+    while True:
+        found = met()
+        if await found if inspect.isawaitable(found) else found:
+            return
+        assert time.monotonic() < deadline, problem if isinstance(problem, str) else problem()
+        await asyncio.sleep(0.01)
 
 
 class Collected(NamedTuple):
@@ -421,18 +439,38 @@ class RouterRig:
         self.stub = BatonStub(self.channel)
         scheme = "http" if self.params.tls is None else "https"
         self.http = httpx.AsyncClient(
-            base_url=f"{scheme}://{self.addresses['http']}", timeout=20, trust_env=False, verify=False
+            base_url=f"{scheme}://{self.addresses['http']}", timeout=30, trust_env=False, verify=False
         )
 
     async def ready(self) -> None:
         """Waits until the router calls itself ready."""
-        for _ in range(500):
-            if (await self.http.get("/ready")).status_code == 200:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError((await self.http.get("/ready")).text)
 
-    async def generate(self, timeout: float = 20, **fields: Any) -> Collected:
+        async def ready() -> bool:
+            return (await self.http.get("/ready")).status_code == 200
+
+        await until(ready, "the router is not ready")
+
+    async def not_ready(self) -> str:
+        """Waits until it does not; the reason."""
+        said: list[str] = []
+
+        async def refused() -> bool:
+            answer = await self.http.get("/ready")
+            said.append(answer.json().get("reason", ""))
+            return answer.status_code == 503
+
+        await until(refused, "the router stays ready")
+        return said[-1]
+
+    async def counts(self, name: str, value: float, **labels: str) -> None:
+        """Waits until a metric has this value."""
+
+        async def equal() -> bool:
+            return await self.metric(name, **labels) == value
+
+        await until(equal, f"{name} is not {value:g}")
+
+    async def generate(self, timeout: float = 60, **fields: Any) -> Collected:
         """One gRPC call, read to its end."""
         request = api.GenerateRequest(**fields)
         texts: dict[int, str] = {}
@@ -468,7 +506,7 @@ class RouterRig:
         for worker in self.cluster.workers.values():
             worker.step_s = step_s
         call = asyncio.create_task(self.generate(**fields))
-        await asyncio.wait_for(seen.wait(), 5)
+        await asyncio.wait_for(seen.wait(), _LIMIT_S)
         return call
 
     def serving(self, role: str) -> FakeWorker:
@@ -552,7 +590,7 @@ def router_params(model: Path, membership: str) -> RouterParams:
         traces="",
         max_inflight=256,
         lame_duck_s=0.0,
-        stop_grace_s=1.0,
+        stop_grace_s=10.0,
         limits=LIMITS,
         batches=BatchParams(folder=None, files=8, file_bytes=1 << 20, parallelism=4),
     )

@@ -50,8 +50,8 @@ def engine_params(model: Path, **changes: Any) -> EngineParams:
 def _shared(role: str, engine: EngineParams) -> dict[str, Any]:
     transfer = TransferParams(
         host="127.0.0.1",
-        connect_timeout_s=2,
-        frame_timeout_s=5,
+        connect_timeout_s=5,
+        frame_timeout_s=10,
         idle_close_s=30,
         transport="inline",
         tls=None,
@@ -73,7 +73,7 @@ def _shared(role: str, engine: EngineParams) -> dict[str, Any]:
         "rank_timeout_s": 30.0,
         "heartbeat_s": 0.1,
         "peer_tls": None,
-        "dead_after_s": 1.0,
+        "dead_after_s": 5.0,
     }
 
 
@@ -181,7 +181,7 @@ class Session:
         async with self._writing:  # gRPC takes one write at a time
             await self.call.write(message)
 
-    async def until(self, found: Callable[[], Any], within_s: float = 20.0) -> Any:
+    async def until(self, found: Callable[[], Any], within_s: float = 60.0) -> Any:
         """Waits for news until `found()` is true, and returns it."""
         async with asyncio.timeout(within_s), self.changed:
             while not (value := found()):
@@ -198,7 +198,7 @@ class Session:
         steps = [step for event in self.events for step in event.tokens.tokens]
         return [step.token for step in steps if (step.request_id, step.attempt) == key[:2]]
 
-    async def wait_idle(self, within_s: float = 5.0) -> None:
+    async def wait_idle(self, within_s: float = 30.0) -> None:
         """O-pool: nothing referenced, held, running or waiting."""
         seen = len(self.messages)
 
