@@ -20,7 +20,7 @@ from baton.tests.harness.kv_raw_peer import PROMPT, QUICK, SHAPE, RawPeer, hello
 from baton.tests.harness.kv_rig import LEG, PARAMS, Events, Rig, TensorStore, heads_of, layout, rig
 
 
-def _wait(what: str, condition: object, wait_s: float = 15.0) -> None:
+def _wait(what: str, condition: object, wait_s: float = 30.0) -> None:
     deadline = time.monotonic() + wait_s
     assert callable(condition)
     while not condition():
@@ -235,7 +235,7 @@ def _dial(pair: Rig) -> socket.socket:
 
 
 def test_300_silent_strangers_cost_no_threads_and_keep_no_peer_out() -> None:
-    with rig(SHAPE, SHAPE, PARAMS) as pair, ExitStack() as stack:
+    with rig(SHAPE, SHAPE, replace(PARAMS, connect_timeout_s=5.0)) as pair, ExitStack() as stack:
         open_before, running_before = descriptors(), threads()
         strangers = [stack.enter_context(_dial(pair)) for _ in range(150)]
         pair.send(LEG, PROMPT)
@@ -244,11 +244,11 @@ def test_300_silent_strangers_cost_no_threads_and_keep_no_peer_out() -> None:
         strangers += [stack.enter_context(_dial(pair)) for _ in range(150)]
         assert len(threads() - running_before) <= 2, "the link's two ends"
         _wait("few are kept", lambda: len(descriptors() - open_before) - 300 <= MAX_STRANGERS + 8)
-        strangers[0].settimeout(10)
+        strangers[0].settimeout(30)
         assert b"without a hello" in strangers[0].recv(4096), "the oldest went first"
         pair.send(("next", 1, 0), PROMPT)
         pair.sent[0].wait(Sent, 2)
-        strangers[-1].settimeout(10)
+        strangers[-1].settimeout(30)
         assert b"no hello within" in strangers[-1].recv(4096), "the others had a short while"
 
 
@@ -257,7 +257,7 @@ def test_a_hello_may_come_in_pieces() -> None:
         ticket = pair.reserve(LEG, PROMPT, 0, pair.target_blocks(PROMPT))
         for byte in packed("hello", **hello_fields(ticket)):
             connection.send(bytes([byte]))
-        connection.settimeout(5)
+        connection.settimeout(30)
         assert b"welcome" in connection.recv(4096)
 
 
@@ -290,7 +290,7 @@ def test_a_leg_that_came_too_early_holds_up_nobody_on_its_link() -> None:
         for number in range(3):
             leg = (f"r{number}", 1, 0)
             pair.send(leg, PROMPT)
-            pair.sent[0].wait(Sent, number + 1, wait_s=10)
+            pair.sent[0].wait(Sent, number + 1)
             pair.receivers[0].forget(leg)
         assert len(pair.senders[0].open_links) == 1
         pair.targets[0].data.zero_()

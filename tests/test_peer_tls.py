@@ -50,12 +50,12 @@ def _status(channel: grpc.Channel, service: str, worker: str) -> grpc.StatusCode
     stub = stubs[service](channel)
     try:
         if service == "admin":
-            stub.Status(control_pb2.StatusRequest(), timeout=3)
+            stub.Status(control_pb2.StatusRequest(), timeout=20)
         elif service == "membership":
-            next(stub.Watch(control_pb2.WatchRequest(router_id="x"), timeout=3))
+            next(stub.Watch(control_pb2.WatchRequest(router_id="x"), timeout=20))
         else:
             hello = pb.RouterCommand(hello=pb.Hello(router_id="x", worker_id=worker, worker_incarnation="none"))
-            next(stub.Session(iter([pb.RouterMessage(commands=[hello])]), timeout=3))
+            next(stub.Session(iter([pb.RouterMessage(commands=[hello])]), timeout=20))
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         return code

@@ -176,13 +176,13 @@ async def test_every_method_but_health_needs_a_key(guarded: RouterRig) -> None:
         for metadata in ((), (("authorization", "Bearer key-x"),), (("authorization", "Bearer key-a"),) * 2):
             call: Any = guarded.channel.unary_unary(name, request_serializer=api.ListModelsRequest.SerializeToString)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(api.ListModelsRequest(), metadata=metadata, timeout=5)
+                await call(api.ListModelsRequest(), metadata=metadata, timeout=20)
             assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED, name
     health: Any = health_pb2_grpc.HealthStub(guarded.channel)
-    async for answer in health.Watch(health_pb2.HealthCheckRequest(), timeout=5):
+    async for answer in health.Watch(health_pb2.HealthCheckRequest(), timeout=20):
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             break
-    await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+    await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
 
 
 async def test_the_salt_and_the_turn_are_the_tenants(guarded: RouterRig) -> None:
@@ -199,7 +199,7 @@ async def test_the_salt_and_the_turn_are_the_tenants(guarded: RouterRig) -> None
         seen.clear()
         request = api.GenerateRequest(prompt="hi", max_tokens=3, cache_salt=salt)
         metadata = (("authorization", f"Bearer {key}"),)
-        async for _ in BatonStub(guarded.channel).Generate(request, metadata=metadata, timeout=10):
+        async for _ in BatonStub(guarded.channel).Generate(request, metadata=metadata, timeout=30):
             pass
         salts.append(seen[0])
     assert salts[0] == salts[1]
@@ -245,7 +245,7 @@ async def test_both_doors_speak_tls_and_ask_for_certificates(tmp_path: Path, mut
         async def grpc_health(credentials: grpc.ChannelCredentials) -> int:
             async with grpc.aio.secure_channel(target, credentials) as channel:
                 stub: Any = health_pb2_grpc.HealthStub(channel)
-                return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=3)).status)
+                return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)).status)
 
         plain, own = grpc.ssl_channel_credentials(root), grpc.ssl_channel_credentials(root, *pair)
         if mutual:

@@ -40,6 +40,7 @@ _NEIGHBOUR_DEADLINE_S = 90.0
 _NEIGHBOUR_TOKENS = 200
 _STEP_S = 0.01  # of a decode batch, at least
 _CRAWL_S = 0.15  # the same while the neighbours must not come to their end
+_SETUPS = 4  # tries to have a stream on each decode worker
 _SETTLE_S = 60.0  # a worker that ended starts again beside others
 _BLOCK = 2 * 2 * 2 * 4 * 16 * 4
 
@@ -72,10 +73,7 @@ class FaultRig:
         point = STAGES[case.stage]
         try:
             self.gates.close("decode.step")
-            neighbours = [Reader(self.rig, ids(6 + i), _NEIGHBOUR_TOKENS, _NEIGHBOUR_DEADLINE_S) for i in range(2)]
-            for neighbour in neighbours:
-                neighbour.wait_tokens(3)
-            self._until(self._one_on_each, "the neighbours are not on different workers")
+            neighbours = self._neighbours()
             self._until(lambda: not any(self._held().values()), "the neighbours' hand-overs do not end")
             self.gates.close(point)
             victim = Reader(self.rig, ids(40), 20)
@@ -92,6 +90,23 @@ class FaultRig:
             self.check(end, neighbour.prompt, _NEIGHBOUR_TOKENS, _NEIGHBOUR_DEADLINE_S, may_fail=False)
         self.rig.quiesce()
         return outcome
+
+    def _neighbours(self) -> list[Reader]:
+        """Two streams in mid-answer on the two decode workers. A connection that the case before has harmed may move
+        one to the other worker, as it should; then two others are begun."""
+        for _ in range(_SETUPS):
+            readers = [Reader(self.rig, ids(6 + i), _NEIGHBOUR_TOKENS, _NEIGHBOUR_DEADLINE_S) for i in range(2)]
+            for reader in readers:
+                reader.wait_tokens(3)
+            with contextlib.suppress(AssertionError):
+                self._until(self._one_on_each, "they are not on different workers", 5.0)
+                return readers
+            print(f"set up again: {self.rig.metrics()['baton_worker_running']}\n{self.rig.output[-3000:]}")
+            for reader in readers:
+                reader.cancel()
+                reader.end(DEADLINE_S)
+            self.rig.quiesce()
+        raise AssertionError("the neighbours are not on different workers")
 
     def check(
         self,
@@ -197,7 +212,7 @@ class FaultRig:
         return found[0]
 
     @staticmethod
-    def _until(found: Callable[[], bool], problem: str, within_s: float = 20.0) -> None:
+    def _until(found: Callable[[], bool], problem: str, within_s: float = 40.0) -> None:
         deadline = time.monotonic() + within_s
         while not found():
             assert time.monotonic() < deadline, f"{problem}, after {within_s:g} s"

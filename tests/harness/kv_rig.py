@@ -33,7 +33,7 @@ PARAMS = TransferParams(
     frame_bytes=4096,
 )
 LEG: LegKey = ("request", 1, 0)
-WAIT_S = 15.0
+WAIT_S = 30.0
 
 
 def layout(ranges: Sequence[tuple[int, int]], **changed: Any) -> KVLayout:
