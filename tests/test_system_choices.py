@@ -18,14 +18,15 @@ def running_sequences(rig: Rig) -> float:
     return sum(rig.metrics()["baton_decode_running_requests"].values())
 
 
-def two_choices_that_say_b_far_apart(rig: Rig) -> tuple[dict[str, Any], list[str]]:
-    """The request, and what its choices say up to their first B."""
+def two_choices_that_say_b_far_apart(rig: Rig) -> tuple[dict[str, Any], list[str], list[int]]:
+    """The request, what its choices say up to their first B, and how many tokens that is."""
     for seed in range(50):
         request: dict[str, Any] = {"prompt": "?", "n": 2, "seed": seed, "max_tokens": TOKENS, "ignore_eos": True}
         request |= {"temperature": 1.0, "logit_bias": BIAS}
-        texts = [choice.text.partition("B")[0] for choice in rig.client.generate(**request).choices]
-        if abs(len(texts[0]) - len(texts[1])) >= 30:
-            return request, texts
+        choices = rig.client.generate(**request).choices
+        before_b = [[*choice.token_ids, ord("B")].index(ord("B")) for choice in choices]
+        if abs(before_b[0] - before_b[1]) >= 30:
+            return request, [choice.text.partition("B")[0] for choice in choices], before_b
     raise AssertionError("no seed keeps the choices apart")
 
 
@@ -35,11 +36,11 @@ def test_st_08_a_stopped_choice_leaves_the_batch_at_once(tmp_path: Path) -> None
     memory = 2 * config["pools"]["decode"]["memory"]
     gates = Gates(tmp_path / "gates", {"decode.step": "gate"})
     with running(tmp_path / "rig", merged(config, {"pools.decode.memory": memory}), gates) as rig:
-        request, texts = two_choices_that_say_b_far_apart(rig)
-        first = texts.index(min(texts, key=len))
+        request, texts, before_b = two_choices_that_say_b_far_apart(rig)
+        first = before_b.index(min(before_b))
         gates.close("decode.step")
         stream = rig.client.stream(**request, stop=["B"])
-        for _ in texts[first]:  # prefill says the first character, and the B is one more
+        for _ in range(before_b[first]):  # prefill says the first token, and the B is one more
             gates.wait_reached("decode.step")
             gates.let_one("decode.step")
         for answer in stream:

@@ -136,11 +136,26 @@ class Rig:
                 time.sleep(0.1)
 
     def wait_all_ready(self, within_s: float = 40.0) -> None:
-        """Returns when every worker is ready."""
+        """Returns when every worker is ready, and the router has a session with it."""
         deadline = time.monotonic() + within_s
-        while any(worker["state"] != "ready" for worker in self.workers().values()):
-            assert time.monotonic() < deadline, self.workers()
+        while not self._all_serve():
+            assert time.monotonic() < deadline, (self.workers(), self.router_knows())
             time.sleep(0.1)
+
+    def wait_known(self, workers: int, within_s: float = 40.0) -> None:
+        """Returns when the router has sessions with so many workers: it calls itself ready with one pair."""
+        deadline = time.monotonic() + within_s
+        while len(known := self.router_knows()) < workers:
+            assert time.monotonic() < deadline, known
+            time.sleep(0.05)
+
+    def router_knows(self) -> set[str]:
+        """Workers that the router has a session with."""
+        return {dict(labels)["worker"] for labels in self.metrics()["baton_kv_total_blocks"]}
+
+    def _all_serve(self) -> bool:
+        workers = self.workers()
+        return all(w["state"] == "ready" for w in workers.values()) and set(workers) <= self.router_knows()
 
     def quiesce(self, within_s: float = 30.0) -> None:
         """O-live, O-pool and O-acct."""
@@ -232,7 +247,10 @@ def running(
         start_new_session=True,
     )
     rig = Rig(process, folder / "serve.log")
+    pools = config.get("pools", {})
+    wanted = sum(pools.get(role, {}).get("replicas", 1) for role in ("prefill", "decode"))
     try:
+        rig.wait_known(wanted)
         yield rig
         if gates:
             gates.release_all()
