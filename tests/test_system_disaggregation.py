@@ -52,6 +52,7 @@ def cluster(started: tuple[Rig, Gates]) -> Iterator[tuple[Rig, Gates]]:
 def test_no_prompt_goes_to_a_prefill_worker(cluster: tuple[Rig, Gates], oracle: Monolithic) -> None:
     rig, _ = cluster
     prompts = [ids(length) for length in (1, 7, 8, 9, 40, 60, 60, 41)]
+    time.sleep(1.0)  # heartbeats tell what the self-tests counted
     before = counted(rig, "baton_worker_steps_total", role="prefill")  # the workers were tested when they started
 
     def ask(prompt: list[int]) -> Any:

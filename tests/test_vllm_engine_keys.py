@@ -88,7 +88,7 @@ def _channel(access: Access, address: str) -> grpc.aio.Channel:
 async def _serving(channel: grpc.aio.Channel) -> None:
     """Health needs no key."""
     stub: Any = health_pb2_grpc.HealthStub(channel)
-    async for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=10):
+    async for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=30):
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             return
 
@@ -103,7 +103,7 @@ def _request(tokens: int) -> vllm.GenerateRequest:
 
 def _call(stub: Any, asked: Any, metadata: Any) -> Any:
     names = {"GenerateRequest": "Generate", "GetModelInfoRequest": "GetModelInfo", "AbortRequest": "Abort"}
-    return getattr(stub, names[asked.DESCRIPTOR.name])(asked, metadata=metadata, timeout=10)
+    return getattr(stub, names[asked.DESCRIPTOR.name])(asked, metadata=metadata, timeout=30)
 
 
 async def _status(call: Any) -> grpc.StatusCode:
