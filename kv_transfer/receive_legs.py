@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..proto.errors import BatonError, TransferFailed, from_wire
+from ..proto.worker_loop import let_others_run
 from .events import Abandoned, FirstTokensArrived, LegKey, RankComplete, ReceiveEvent, ReceiveFailed
 from .handshake import HelloOwner
 from .params import TransferParams
@@ -156,6 +157,7 @@ class ReceiveLegs:
             self.covered(leg)
         if arrived:
             owner.on_event(FirstTokensArrived(key, first_tokens))
+            let_others_run()  # the worker's thread: the prefill rank does not wait for the answer
         self._wire.send("done", leg=key)
 
     def _withdraw(self, kind: str, key: LegKey, message: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import select
 import socket
 import ssl
@@ -109,6 +110,22 @@ class Wire:
             self._write(data)
         else:
             self._held.append(data)
+
+    def send_at_once(self, kind: str, **fields: Any) -> bool:
+        """Write one control message from another thread, while the wire's own is kept from writing and `together`.
+
+        Never blocks. False: nothing was written, because that might have to wait, or the link broke.
+        """
+        if isinstance(self._socket, ssl.SSLSocket) or self.unsent():
+            return False  # what fits an empty queue is written whole
+        data = packed(kind, **fields)
+        try:
+            if os.write(self._socket.fileno(), data) < len(data):
+                self.interrupt()
+        except OSError:
+            return False
+        self.last_sent = time.monotonic()
+        return True
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
