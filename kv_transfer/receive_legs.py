@@ -22,6 +22,7 @@ from .ticket import Ticket
 from .wire import Wire, WireError, field
 
 EARLY_LOOK_S = 0.01
+ENDING_S = 0.01  # the end of a leg is waited for awake, so long at most: prefill's last matrices, and the draw
 _MAX_LEGS = 4096
 
 
@@ -60,6 +61,7 @@ class ReceiveLegs:
         self._heads = heads
         self._early: dict[LegKey, _Early] = {}
         self._tickets: dict[LegKey, Ticket] = {}
+        self.ending = False  # a leg has all KV since this was last looked at: its end is about to come
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -119,6 +121,7 @@ class ReceiveLegs:
 
     def covered(self, leg: ExpectedLeg) -> None:
         """All KV of the leg is here."""
+        self.ending = True
         self._owner.on_event(RankComplete(leg.key, self._owner.rank, leg.handoff.bytes, leg.handoff.frames))
 
     def _refuse(self, key: LegKey, error: BatonError) -> None:

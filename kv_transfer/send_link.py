@@ -117,9 +117,10 @@ class SendLink:
         self._wake()
 
     def offer_end(self, part: LegPart) -> None:
-        """The part's end is known. The decode rank waits for it: said by the caller where the link's thread sleeps."""
+        """The part's end is known. The decode rank waits for it: the caller says it, if the link's thread sleeps and no
+        payload travels on the wire."""
         window = self._resting
-        if window is None or self._outbox or self._ready or not _may_end(part, window):
+        if window is None or window.inline or self._outbox or self._ready or not _may_end(part, window):
             self.offer(part)
         elif self._wire is not None and self._wire.send_at_once("done", **_end_of(part)):
             part.done_sent_at = time.monotonic()
