@@ -242,9 +242,10 @@ class RequestLife:
             if self.outcome is None and peer == leg.decode:
                 actions += self._step(leg, LegEvent.DECODE_GONE, error)
             elif self.outcome is None and peer == leg.prefill:
-                leg.source_lost = leg.decode is not None and (leg.state, LegEvent.PREFILL_LOST) in TABLE
-                gone = LegEvent.PREFILL_LOST if leg.source_lost else LegEvent.PREFILL_GONE
-                actions += self._step(leg, gone, error)
+                event = LegEvent.PREFILL_GONE
+                if leg.decode is not None and (leg.state, LegEvent.PREFILL_LOST) in TABLE:
+                    event, leg.source_lost = LegEvent.PREFILL_LOST, True
+                actions += self._step(leg, event, error)
         return actions
 
     def _stop(self, choice: int) -> list[Action]:

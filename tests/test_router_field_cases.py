@@ -196,8 +196,8 @@ async def test_lc_05_a_client_that_leaves_while_its_prompt_is_tokenised(
         else:
             _, writer = await asyncio.open_connection(*rig.addresses["http"].split(":"))
             body = json.dumps({"prompt": "slow", "max_tokens": 4}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-            writer.write(head.encode() + b"\r\n\r\n" + body)
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
             assert await asyncio.to_thread(reached.wait, 20)
             writer.close()
             await writer.wait_closed()
