@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..proto.errors import BatonError, TransferFailed, from_wire
+from ..proto.worker_loop import let_others_run
 from .events import Abandoned, FirstTokensArrived, LegKey, RankComplete, ReceiveEvent, ReceiveFailed
 from .handshake import HelloOwner
 from .params import TransferParams
@@ -21,6 +22,7 @@ from .ticket import Ticket
 from .wire import Wire, WireError, field
 
 EARLY_LOOK_S = 0.01
+ENDING_S = 0.01  # the end of a leg is waited for awake, so long at most: prefill's last matrices, and the draw
 _MAX_LEGS = 4096
 
 
@@ -59,6 +61,7 @@ class ReceiveLegs:
         self._heads = heads
         self._early: dict[LegKey, _Early] = {}
         self._tickets: dict[LegKey, Ticket] = {}
+        self.ending = False  # a leg has all KV since this was last looked at: its end is about to come
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -118,6 +121,7 @@ class ReceiveLegs:
 
     def covered(self, leg: ExpectedLeg) -> None:
         """All KV of the leg is here."""
+        self.ending = True
         self._owner.on_event(RankComplete(leg.key, self._owner.rank, leg.handoff.bytes, leg.handoff.frames))
 
     def _refuse(self, key: LegKey, error: BatonError) -> None:
@@ -156,6 +160,7 @@ class ReceiveLegs:
             self.covered(leg)
         if arrived:
             owner.on_event(FirstTokensArrived(key, first_tokens))
+            let_others_run()  # the worker's thread: the prefill rank does not wait for the answer
         self._wire.send("done", leg=key)
 
     def _withdraw(self, kind: str, key: LegKey, message: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from .carriers import INLINE
 from .events import LegKey
 from .handshake import Agreement
 from .placement import Placement
-from .receive_legs import EARLY_LOOK_S, LegsOwner, ReceiveLegs
+from .receive_legs import EARLY_LOOK_S, ENDING_S, LegsOwner, ReceiveLegs
 from .receive_window import ReceiveWindow
 from .wire import Payload, Wire, WireError, field, leg_of
 
@@ -123,6 +123,9 @@ class ReceiveLink:
         if legs.waiting:
             legs.look_again()
             limit = EARLY_LOOK_S
+        if legs.ending:
+            legs.ending = False
+            self._wire.soon_readable(ENDING_S)
         if not self._wire.readable(limit):
             if legs.waiting or limit == EARLY_LOOK_S:
                 return

@@ -79,6 +79,7 @@ class SendLink:
         self._outbox: deque[tuple[str, dict[str, Any]]] = deque()
         self._ready: deque[LegPart] = deque()  # parts that may have something to send, each once
         self._stopped = False
+        self._resting: SendWindow | None = None  # while the thread sleeps; only with the lock does it go on
         self._busy_at = self.used_at = time.monotonic()  # used: when a leg last needed it
         self._window: SendWindow | None = None
         self._clocks_at = 0.0  # when they were last looked at
@@ -114,6 +115,17 @@ class SendLink:
         if (part.ready or part.promising) and part not in self._ready:
             self._ready.append(part)
         self._wake()
+
+    def offer_end(self, part: LegPart) -> None:
+        """The part's end is known. The decode rank waits for it: the caller says it, if the link's thread sleeps and no
+        payload travels on the wire."""
+        window = self._resting
+        if window is None or window.inline or self._outbox or self._ready or not _may_end(part, window):
+            self.offer(part)
+        elif self._wire is not None and self._wire.send_at_once("done", **_end_of(part)):
+            part.done_sent_at = time.monotonic()
+        else:
+            self.offer(part)
 
     def remove(self, part: LegPart) -> None:
         """Start no more frames of this part."""
@@ -275,11 +287,11 @@ class SendLink:
     def _send_done(self, wire: Wire, window: SendWindow) -> bool:
         """Say that a leg's last payload is on its way."""
         with self._owner.lock:
-            part = next((part for part in self.parts.values() if part.finished and not window.owes(part)), None)
+            part = next((part for part in self.parts.values() if _may_end(part, window)), None)
             if part is None:
                 return False
             part.done_sent_at = time.monotonic()
-        wire.send("done", leg=part.leg.key, first_tokens=part.first_tokens)
+        wire.send("done", **_end_of(part))
         return True
 
     def _end_again(self) -> None:
@@ -324,8 +336,20 @@ class SendLink:
         poll = select.poll()
         poll.register(wire, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
-        for descriptor, _ in poll.poll(
-            1000 * (self._params.frame_timeout_s / 8 if busy else self._params.idle_close_s)
-        ):
-            if descriptor == self._wake_read:
-                os.read(self._wake_read, 4096)
+        with self._owner.lock:
+            self._resting = window
+        ready = poll.poll(1000 * (self._params.frame_timeout_s / 8 if busy else self._params.idle_close_s))
+        with self._owner.lock:
+            self._resting = None
+        if any(descriptor == self._wake_read for descriptor, _ in ready):
+            os.read(self._wake_read, 4096)
+
+
+def _may_end(part: LegPart, window: SendWindow) -> bool:
+    """Whether the end of the part may be said: all its payload is on its way."""
+    return part.finished and not (window.writing or window.owes(part))
+
+
+def _end_of(part: LegPart) -> dict[str, Any]:
+    """The fields of `done`."""
+    return {"leg": part.leg.key, "first_tokens": part.first_tokens}

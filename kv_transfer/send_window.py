@@ -84,7 +84,12 @@ class SendWindow:
     @property
     def writing(self) -> bool:
         """Whether a payload on the wire is not whole, so that no message can be written."""
-        return bool(self._granted) and self._granted[0].sent > 0 and self._carrier.name == INLINE
+        return bool(self._granted) and self._granted[0].sent > 0 and self.inline
+
+    @property
+    def inline(self) -> bool:
+        """Whether payloads travel on the wire."""
+        return self._carrier.name == INLINE
 
     @property
     def room(self) -> bool:

@@ -128,7 +128,7 @@ class Sender:
                 if part.wants_first_tokens:
                     part.first_tokens = first_tokens
                     if link is not None:
-                        link.offer(part)
+                        link.offer_end(part)
 
     def abandon(self, leg: LegKey) -> None:
         """The first token ended the request: send no more, and tell the decode ranks so. No event follows."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import select
 import socket
 import ssl
@@ -21,6 +22,7 @@ from typing import Any
 import msgpack
 
 from ..proto.failpoints import dial
+from ..proto.worker_loop import let_others_run
 
 VERSION = 1
 MAX_CONTROL_BYTES = 256 << 10
@@ -90,6 +92,15 @@ class Wire:
         """Whether a message (or the end) has begun to arrive within `wait_s`."""
         return self._start < self._stop or self._decrypted() or bool(self._poll.poll(max(0.0, wait_s) * 1000))
 
+    def soon_readable(self, wait_s: float) -> bool:
+        """`readable`, awake: for what is on its way. Whoever else wants the core has it first, and the GIL."""
+        until = time.monotonic() + wait_s
+        while not self.readable(0):
+            if time.monotonic() >= until:
+                return False
+            let_others_run()
+        return True
+
     def peer_gone(self) -> bool:
         """Whether the peer has closed its end. Never blocks; another thread may ask while the wire is open."""
         poll = select.poll()
@@ -109,6 +120,23 @@ class Wire:
             self._write(data)
         else:
             self._held.append(data)
+
+    def send_at_once(self, kind: str, **fields: Any) -> bool:
+        """Write one control message from another thread, while the wire's own is kept from writing and `together`.
+
+        Never blocks. False: nothing was written, because that would have to wait, or the link broke. A message of which
+        only a part could be written breaks it: not where messages are all that is written, a few hundred bytes a leg.
+        """
+        if isinstance(self._socket, ssl.SSLSocket):
+            return False
+        data = packed(kind, **fields)
+        try:
+            if os.write(self._socket.fileno(), data) < len(data):
+                self.interrupt()
+        except OSError:
+            return False
+        self.last_sent = time.monotonic()
+        return True
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

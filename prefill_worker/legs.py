@@ -276,12 +276,14 @@ class PrefillLegs:
         key = entry.leg.key
         entry.phase, entry.computed_at = Phase.HELD, now
         first = entry.first = first_event(entry, row, now)
-        effects: list[Effect] = [Tell(entry.session, pb.WorkerEvent(first=first))]
-        if entry.ticket and not all(token.finish_reason for token in first.tokens):
-            return effects + ([FinishTransfer(key, first.SerializeToString())] if entry.sending else [])
+        effects: list[Effect] = []
+        going_on = bool(entry.ticket) and not all(token.finish_reason for token in first.tokens)
         if entry.sending:
-            entry.sending = False
-            effects.append(AbandonTransfer(key))
+            effects.append(FinishTransfer(key, first.SerializeToString()) if going_on else AbandonTransfer(key))
+        effects.append(Tell(entry.session, pb.WorkerEvent(first=first)))
+        if going_on:
+            return effects
+        entry.sending = False
         return effects + self._drop(entry)
 
     # ---- transitions -----------------------------------------------------------------------------------------------

@@ -99,12 +99,12 @@ class PrefillEngine:
         began = time.monotonic()
         drawn = self._runner.prefill(steps, lambda low, high: push_layers(self._sender, steps, low, high))
         ended_at = time.monotonic()
-        self._fit.observe(prefill_features([(step.start, step.end) for step in steps]), ended_at - began)
         self._pass_gate("prefill.chunk_done", steps)
         if ended := [step for step in steps if step.draw is not None]:
             self._pass_gate("prefill.after_prefill", ended)
         drain_into(self._inbox, self)
-        self._perform(self._legs.computed(steps, drawn, ended_at))
+        self._perform(self._legs.computed(steps, drawn, ended_at))  # decode waits for it: first of all
+        self._fit.observe(prefill_features([(step.start, step.end) for step in steps]), ended_at - began)
 
     def wake_in(self) -> float | None:
         """Until the next deadline of a leg that is not computed."""

@@ -30,7 +30,7 @@ from .placement.choose import Objectives
 from .placement.disaggregation import NEVER
 from .placer import Placer
 from .requests import ChoiceEnd, Prepared
-from .sessions import Member, SessionPool
+from .sessions import Member, Session, SessionPool
 from .stall import Stall
 from .tenants import Tenants
 from .tracing import Tracer
@@ -52,6 +52,7 @@ class Core:
         self.tenants = tenants
         self.tracer = Tracer(params.traces, params.router_id) if params.traces else None
         self._stall = Stall(params.stall_s, time.monotonic())
+        self._full = Stall(params.dead_after_s, time.monotonic())
         self._heard = 0  # events of workers
         self._drained = DrainRate(time.monotonic())
         self._idle = asyncio.Event()
@@ -83,9 +84,12 @@ class Core:
         if missing:
             return f"no {' and no '.join(missing)} worker is ready"
         steps = sum(session.load.steps for session in self.sessions.up())
-        still_s = self._stall.seconds((self._heard, steps), len(self.lives), time.monotonic())
-        if still_s:
+        progress, now = (self._heard, steps), time.monotonic()
+        if still_s := self._stall.seconds(progress, len(self.lives), now):
             return f"{len(self.lives)} requests are in flight, and no worker has gone on for {still_s:.0f} s"
+        full = [role for role, there in (("prefill", prefill), ("decode", decode)) if there and all(map(_full, there))]
+        if still_s := self._full.seconds(progress, len(full), now):
+            return f"every {' and '.join(full)} pool is full, and no worker has gone on for {still_s:.0f} s"
         if not alone and not {model_of(session) for session in prefill} & {model_of(session) for session in decode}:
             return "no prefill and decode worker serve the same model"
         return ""
@@ -335,6 +339,12 @@ def _computed_here(live: Live, ref: pb.LegRef) -> bool:
     """Whether the leg's decode worker computes its prompt."""
     leg = live.life.legs.get(ref.attempt)
     return leg is not None and leg.prefill is None
+
+
+def _full(session: Session) -> bool:
+    """Whether the worker has no block to give away, and runs nothing that would free one."""
+    load = session.load
+    return 0 < load.total_blocks <= load.used_blocks and not load.running
 
 
 def _cost(request: Prepared) -> int:

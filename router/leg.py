@@ -25,6 +25,7 @@ class Leg:
     ticket: bytes = b""
     held: LegKey | None = None  # under which key the source knows the KV; None: there is none yet
     resent: bool = False  # it began with KV that existed
+    source_lost: bool = False  # and D has not said that it has all KV
     holding: set[int] = field(default_factory=set)  # choices that D was told to take out of its batch
 
 

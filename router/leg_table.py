@@ -15,6 +15,10 @@ leg's source, and nothing is prefilled:
 
     REPLACING -> REBOOKING -> RESENDING -> DECODING -> OVER
 
+Where the source is lost before D's word on whether it has all KV comes, D is asked for it:
+
+    PREFILLING, HANDOVER, RESENDING -> ASKING -> DECODING, or OVER and again
+
 Who holds what: in RESERVING, COMPUTING, REBOOKING and later D may hold a reservation; in PREFILLING, HANDOVER and
 RESENDING the source holds the KV until it is told to release or cancel; in REPLACING and REBOOKING it holds the KV too,
 under the key of the leg before; in DECODING only D holds anything.
@@ -38,6 +42,7 @@ class LegState(Enum):
     REPLACING = "replacing"  # the source holds the KV; no D chosen yet
     REBOOKING = "rebooking"  # that D was asked for blocks
     RESENDING = "resending"  # the source was told to send to it; D has not committed
+    ASKING = "asking"  # the source is lost; D was asked whether it has all KV
     DECODING = "decoding"  # D has the KV; the source was released
     OVER = "over"
 
@@ -61,6 +66,7 @@ class LegEvent(Enum):
     NO_PLACE = "no place"  # no D can take the KV
     HELD = "held"  # D took it out of its batch, and keeps its KV for the move
     PREFILL_GONE = "prefill gone"
+    PREFILL_LOST = "prefill lost"  # with its session, when D may have all KV
     DECODE_GONE = "decode gone"
     FINISHED = "finished"  # every choice ended, and the workers know
     STOPPED = "stopped"  # every choice ended, at least one by the router's decision
@@ -122,6 +128,7 @@ TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.PREFILLING, _E.SENT): Rule(_S.PREFILLING),
     (_S.PREFILLING, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),  # D's news overtook P's
     (_S.PREFILLING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
+    (_S.PREFILLING, _E.PREFILL_LOST): Rule(_S.ASKING, (Do.WITHDRAW,)),
     (_S.PREFILLING, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
     (_S.PREFILLING, _E.UNSENT): Rule(_S.PREFILLING, (Do.WITHDRAW,)),  # COMMITTED or DECODE_GONE follows
     (_S.PREFILLING, _E.UNANSWERED): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
@@ -131,6 +138,7 @@ TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.HANDOVER, _E.SENT): Rule(_S.HANDOVER),
     (_S.HANDOVER, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),
     (_S.HANDOVER, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
+    (_S.HANDOVER, _E.PREFILL_LOST): Rule(_S.ASKING, (Do.WITHDRAW,)),
     (_S.HANDOVER, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
     (_S.HANDOVER, _E.UNSENT): Rule(_S.HANDOVER, (Do.WITHDRAW,)),  # COMMITTED or DECODE_GONE follows
     (_S.HANDOVER, _E.UNANSWERED): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
@@ -163,12 +171,19 @@ TABLE: dict[tuple[LegState, LegEvent], Rule] = {
     (_S.RESENDING, _E.SENT): Rule(_S.RESENDING),
     (_S.RESENDING, _E.COMMITTED): Rule(_S.DECODING, (Do.RELEASE_PREFILL,)),
     (_S.RESENDING, _E.PREFILL_GONE): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
+    (_S.RESENDING, _E.PREFILL_LOST): Rule(_S.ASKING, (Do.WITHDRAW,)),
     (_S.RESENDING, _E.DECODE_GONE): Rule(_S.OVER, (Do.RESEND,)),
     (_S.RESENDING, _E.UNSENT): Rule(_S.RESENDING, (Do.WITHDRAW,)),  # COMMITTED or DECODE_GONE follows
     (_S.RESENDING, _E.UNANSWERED): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.RESEND)),
     (_S.RESENDING, _E.FINISHED): Rule(_S.OVER, (Do.RELEASE_PREFILL, Do.CANCEL_DECODE)),
     (_S.RESENDING, _E.STOPPED): Rule(_S.OVER, _BOTH),
     (_S.RESENDING, _E.DROP): Rule(_S.OVER, _BOTH),
+    #
+    (_S.ASKING, _E.COMMITTED): Rule(_S.DECODING),
+    (_S.ASKING, _E.DECODE_GONE): Rule(_S.OVER, (Do.AGAIN,)),
+    (_S.ASKING, _E.UNANSWERED): Rule(_S.OVER, (Do.CANCEL_DECODE, Do.AGAIN)),
+    (_S.ASKING, _E.STOPPED): Rule(_S.OVER, (Do.CANCEL_DECODE,)),
+    (_S.ASKING, _E.DROP): Rule(_S.OVER, (Do.CANCEL_DECODE,)),
     #
     (_S.DECODING, _E.FIRST_TOKENS): Rule(_S.DECODING, (Do.EMIT,)),
     (_S.DECODING, _E.SENT): Rule(_S.DECODING),

@@ -198,6 +198,7 @@ class RequestLife:
 
     def _committed(self, leg: Leg) -> list[Action]:
         actions = self._step(leg, LegEvent.COMMITTED)
+        leg.source_lost = leg.source_lost and leg.state is not LegState.DECODING
         stopped = [choice for choice in leg.choices if self.ledgers[choice].stopped_here]
         return actions + self._end_choices(leg, stopped) if actions else []
 
@@ -241,7 +242,10 @@ class RequestLife:
             if self.outcome is None and peer == leg.decode:
                 actions += self._step(leg, LegEvent.DECODE_GONE, error)
             elif self.outcome is None and peer == leg.prefill:
-                actions += self._step(leg, LegEvent.PREFILL_GONE, error)
+                event = LegEvent.PREFILL_GONE
+                if leg.decode is not None and (leg.state, LegEvent.PREFILL_LOST) in TABLE:
+                    event, leg.source_lost = LegEvent.PREFILL_LOST, True
+                actions += self._step(leg, event, error)
         return actions
 
     def _stop(self, choice: int) -> list[Action]:
@@ -321,7 +325,7 @@ class RequestLife:
         """
         choices, begun = self._unfinished(leg)
         full = error.code == Exhausted.code
-        decode_gone = event is LegEvent.DECODE_GONE
+        decode_gone = event is LegEvent.DECODE_GONE and not leg.source_lost
         unusable = leg.resent and not decode_gone
         culprit = None if unusable else leg.decode if decode_gone else leg.prefill
         again = _Again(

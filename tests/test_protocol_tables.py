@@ -77,6 +77,8 @@ def life_in(state: LegState) -> RequestLife:
         }
         resend = state in (LegState.REPLACING, LegState.REBOOKING, LegState.RESENDING)
         step[LegState.HANDOVER] = lambda: m.Failed(only.key, D, LOST) if resend else m.Committed(only.key, D)  # noqa: B023
+        if state is LegState.ASKING:
+            step[LegState.PREFILLING] = lambda: m.WorkerLost(P)
         life.handle(step[only.state]())
     raise AssertionError(f"no way to {state}")
 
@@ -96,6 +98,7 @@ NEWS: dict[LegEvent, Callable[[m.LegKey], m.Event]] = {
     LegEvent.HOLD: lambda key: m.Migrate(key, 0),
     LegEvent.HELD: lambda key: m.Held(key, D, 0),
     LegEvent.PREFILL_GONE: lambda key: m.Failed(key, P, LOST),
+    LegEvent.PREFILL_LOST: lambda key: m.WorkerLost(P),
     LegEvent.DECODE_GONE: lambda key: m.Failed(key, D, LOST),
 }
 ALIVE = [state for state in LegState if state is not LegState.OVER]
@@ -115,6 +118,8 @@ def test_what_the_legs_table_does_not_list_changes_nothing(state: LegState, even
         news = dataclasses.replace(news, peer=D)
     actions = life.handle(news)
     legal = (state, event) in LEG
+    if event is LegEvent.PREFILL_LOST:  # where D cannot have the KV, the loss is like a failure
+        legal = legal or (state, LegEvent.PREFILL_GONE) in LEG
     assert life.heeded is legal
     if not legal:
         assert actions == []
@@ -129,7 +134,8 @@ def test_news_of_another_attempt_or_worker_changes_nothing(state: LegState) -> N
     before = (repr(life), repr(only))
     stale, stranger = only.key._replace(attempt=only.key.attempt + 1), Peer("decode-0", "b")
     for event, news in NEWS.items():
-        assert life.handle(news(stale)) == [], event
+        if event is not LegEvent.PREFILL_LOST:  # of a worker, not of a leg
+            assert life.handle(news(stale)) == [], event
     for said in (
         m.Ticketed(only.key, stranger, b"t"),
         m.Committed(only.key, stranger),

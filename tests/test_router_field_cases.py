@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from baton.proto import baton_pb2 as api
 from baton.proto import worker_pb2 as pb
 from baton.router.stall import Stall
 from baton.tests.harness.router_rig import RouterRig, key_of, ref_of, router_rig, say
+from baton.text.tokenizer import Tokenizer
 
 Fault = Callable[[RouterRig], Awaitable[None]]
 
@@ -144,6 +147,62 @@ async def test_ob_03_sp_03_a_cluster_that_stands_still_is_alive_and_not_ready(tm
         call.cancel()
         await rig.cluster.settled()
         await rig.ready()
+
+
+async def test_lc_11_a_pool_that_is_full_of_nothing_is_not_ready(tmp_path: Path) -> None:
+    """No request is in flight here, and no block of the pool is free: what was forgotten, whoever forgot it."""
+    async with router_rig(tmp_path, "prefill-0", "decode-0") as rig:
+        rig.cluster["decode-0"].used_blocks = 64
+        for _ in range(500):
+            ready = await rig.http.get("/ready")
+            if ready.status_code == 503:
+                break
+            await asyncio.sleep(0.02)
+        assert "every decode pool is full, and no worker has gone on for" in ready.json()["reason"]
+        assert (await rig.http.get("/live")).status_code == 200
+        rig.cluster["decode-0"].used_blocks = 0
+        await rig.ready()
+        assert await _generate(rig) == "hello"
+
+
+@pytest.mark.parametrize("way", ["grpc", "http"])
+async def test_lc_05_a_client_that_leaves_while_its_prompt_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    encode = Tokenizer.encode
+
+    def held(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        if text == "slow":
+            reached.set()
+            go_on.wait(20)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", held)
+    async with router_rig(tmp_path, "prefill-0", "decode-0") as rig:
+        rig.cluster.script = say("undisturbed")
+        running = await rig.streaming(2, prompt="x", max_tokens=11)
+        if way == "grpc":
+            call = rig.stub.Generate(api.GenerateRequest(prompt="slow", max_tokens=4))
+            reading = asyncio.ensure_future(call.read())
+            assert await asyncio.to_thread(reached.wait, 20)
+            call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        else:
+            _, writer = await asyncio.open_connection(*rig.addresses["http"].split(":"))
+            body = json.dumps({"prompt": "slow", "max_tokens": 4}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            assert await asyncio.to_thread(reached.wait, 20)
+            writer.close()
+            await writer.wait_closed()
+        await asyncio.sleep(0.1)  # the router hears of it first, as a rule; the other order must be as clean
+        go_on.set()
+        assert (await running).texts == {0: "undisturbed"}
+        assert await _generate(rig, max_tokens=11) == "undisturbed"
+        await rig.cluster.settled()
+        await rig.reconcile()
+        assert await rig.metric("baton_requests_completed_total") == 2
 
 
 async def test_ob_05_one_id_in_the_answer_the_legs_the_log_and_the_record(

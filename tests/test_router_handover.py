@@ -131,6 +131,42 @@ async def test_a_decode_worker_lost_before_the_commit_costs_no_second_prefill(wi
     await wide.cluster.set_state(lost[0].worker_id, "")
 
 
+@pytest.mark.parametrize("committed", [True, False])
+async def test_a_prefill_worker_lost_before_the_commit_is_heard_of_costs_nothing_if_decode_has_all(
+    wide: RouterRig, committed: bool
+) -> None:
+    prefill = wide.cluster["prefill-0"]
+    asked: list[FakeWorker] = []
+
+    async def hand_over(leg: pb.Leg, ticket: bytes) -> None:
+        decode, _ = wide.cluster.tickets.pop(ticket)
+        tokens = [prefill.token(leg, choice, 0) for choice in leg.choices]
+        prefill.emit(first=pb.FirstTokens(leg=ref_of(leg), tokens=tokens))
+        prefill.on_prefill = prefill.prefill
+
+        def answer(order: pb.Withdraw) -> None:
+            asked.append(decode)
+            if not committed:
+                decode.withdraw(order)
+                return
+            decode.emit(committed=pb.Committed(leg=ref_of(leg)))
+            decode._tasks[key_of(leg)] = asyncio.ensure_future(decode.decode(leg))
+
+        decode.on_withdraw = answer
+        asyncio.get_running_loop().create_task(prefill.kill())
+
+    prefill.on_prefill = hand_over
+    call = asyncio.ensure_future(wide.generate(prompt="x"))
+    await until(lambda: asked)
+    await wide.cluster.set_state("prefill-0", "")
+    if not committed:
+        await wide.cluster.add("prefill-1")
+    answer = await call
+    assert answer.texts == {0: "hello"}
+    assert answer.finished[-1].timing.attempts == (1 if committed else 2)
+    assert await wide.metric("baton_retries_total") == (not committed)
+
+
 async def test_streams_move_off_a_draining_worker(wide: RouterRig) -> None:
     call, here = await streaming(wide, 4, prompt="x", max_tokens=60)
     await wide.cluster.set_state(here.worker_id, "draining")

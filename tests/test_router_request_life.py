@@ -215,6 +215,37 @@ def test_lost_before_anything_was_sent_is_no_retry() -> None:
     assert life.retries == 0
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_prefill_lost_before_the_commit_is_heard_of_asks_decode(told: bool) -> None:
+    """told: of the first tokens, which decode repeats."""
+    life = prefilling()
+    if told:
+        life.handle(m.FirstTokens(K1, P, [token(0, 0)]))
+    actions = life.handle(m.WorkerLost(P))
+    (asked,) = [action for action in actions if isinstance(action, m.WithdrawLeg)]
+    assert (asked.leg, asked.peer, asked.error.retryable) == (K1, D, True)
+    assert life.handle(m.Committed(K1, D)) == []
+    assert life.handle(m.Unanswered(K1, asked.error)) == []
+    said = [token(0, 0), token(0, 1)]
+    assert life.handle(m.Tokens(1, D, said)) == [m.Emit(said[told:])]
+    assert life.retries == 0
+    (place,) = [action for action in life.handle(m.WorkerLost(D)) if isinstance(action, m.Place)]
+    assert (place.avoid, place.prefer) == ({D}, P)
+
+
+@pytest.mark.parametrize("word", ["it lacks something", "nothing"])
+def test_prefill_lost_and_decode_has_not_all_of_it(word: str) -> None:
+    life = prefilling()
+    life.handle(m.WorkerLost(P))
+    error = Unavailable("lost")
+    mute = word == "nothing"
+    actions = life.handle(m.Unanswered(K1, error) if mute else m.Failed(K1, D, error))
+    assert (m.CancelLeg(K1, D) in actions) is mute
+    (place,) = [action for action in actions if isinstance(action, m.Place)]
+    assert (place.cause, place.avoid, place.prefer) == ("retry", {P}, None)
+    assert life.retries == 1
+
+
 def test_prefill_lost_after_commit_changes_nothing() -> None:
     life = decoding()
     before = repr(life)
@@ -479,7 +510,7 @@ def test_every_state_can_be_dropped_and_over_is_final() -> None:
 
 def test_whoever_may_hold_something_is_told_when_the_leg_is_over() -> None:
     before_commit = {LegState.PREFILLING, LegState.HANDOVER, LegState.RESENDING}
-    holds_decode = before_commit | {LegState.RESERVING, LegState.REBOOKING, LegState.DECODING}
+    holds_decode = before_commit | {LegState.RESERVING, LegState.REBOOKING, LegState.ASKING, LegState.DECODING}
     holds_source = {LegState.REPLACING, LegState.REBOOKING}
     for (state, event), rule in TABLE.items():
         if rule.state is not LegState.OVER or event is LegEvent.FINISHED:
