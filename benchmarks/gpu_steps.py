@@ -84,11 +84,11 @@ def _host(at: Setup, runner: RandomRunner) -> Iterator[Row]:
     """A graph alone, the same launches one by one, and what the engine's step takes beside the graph."""
     batch = _batch(1, min(at.sizes.contexts))
     step = _wall(at, runner, batch)
-    (inputs, run) = next(entry for bucket, entry in runner._graphs.items() if bucket.rows == 1)
+    (inputs, run) = next(entry for bucket, entry in runner._queue.captured.items() if bucket.rows == 1)
     with at.edge.queue():
         inputs.load(batch)
         graph = at.seconds(run)
-        eager = at.seconds(lambda: runner._device_model.forward(inputs.batch, runner.kv, None))
+        eager = at.seconds(lambda: runner.model.forward(inputs.batch, runner.kv, None))
     yield Row("host", "step as a graph", "1", graph, 1e6 * graph, "us")
     yield Row("host", "step by launches", "1", eager, 1e6 * eager, "us")
     yield Row("host", "beside the graph", "1", step - graph, 1e6 * (step - graph), "us")

@@ -42,6 +42,8 @@ class Runner:
     for anything that cannot run here, as far as possible before the weights are read.
     """
 
+    ahead = 0  # steps that `decode_ahead` queues before they are asked for
+
     def __init__(
         self,
         params: EngineParams,
@@ -102,6 +104,16 @@ class Runner:
     def decode(self, steps: Sequence[SequenceStep]) -> list[list[SampledToken]]:
         """Run one step of running sequences; the same as `prefill` without interest in the layers."""
         return self._lead("decode", steps, None)
+
+    def decode_ahead(self, steps: Sequence[SequenceStep]) -> list[list[SampledToken]]:
+        """The same for a batch that goes on. A row may be empty: that step is queued, behind one that was queued before
+        this was called, and is to be asked for again.
+
+        Where `ahead` is not 0, the next step of each sequence may be queued before it is asked for, if its blocks have
+        room for `ahead` more tokens; one that is never asked for has no effect but that its KV is written. Any other
+        call ends that.
+        """
+        return self.decode(steps)
 
     def follow(self, kind: Kind, steps: Sequence[SequenceStep], on_layers: OnLayers) -> None:
         """Run a plan of the leader on another rank."""
