@@ -26,7 +26,7 @@ from .params import EngineParams
 from .quantized import HEAD_SCHEMES, Int4Weight, Int8Weight, Weight, quantize
 from .ranks import RankGroup
 from .rope import inverse_frequencies
-from .sparse24 import SparseLinears
+from .sparse24 import SparseLinears, sparse_products
 from .weights import LayerWeights, Weights
 
 OnQueued = Callable[[int, int], None]
@@ -78,7 +78,7 @@ class DeviceModel:
         self._layer_group = params.layer_group
         self._invariant = params.batch_invariant
         self._owned = shard.shard
-        self._sparse = SparseLinears(params.sparsity, shard.sparse, self._device)
+        self._sparse = SparseLinears(params.sparsity, shard.sparse, sparse_products(self._device))
         self._embedding = shard.embedding().to(self._device)
         self._layers = [self._prepare(shard.layer(index)) for index in range(config.layers)]
         self._sparse.report()

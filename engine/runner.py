@@ -32,6 +32,7 @@ from .verify import accept, draws_of
 from .weights import Weights
 
 _log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 _MODEL_DTYPES = ("float32", "bfloat16")
 
 
@@ -63,7 +64,6 @@ class Runner:
         self.max_model_len = _max_model_len(params, self.config)
         self.layout = _layout(params, self.config, weights.fingerprint)
         self.blocks = _pool_blocks(params, self.layout)
-        self._device = torch.device(params.device)
         self.kv = self._make_pool(group.rank)
         plan = weights.memory_plan()
         _log.info(
@@ -82,7 +82,7 @@ class Runner:
         self._broadcast = broadcast
 
     def _make_pool(self, rank: int) -> PagedKV:
-        return PagedKV(self.layout, rank, self.blocks, self._device)
+        return PagedKV(self.layout, rank, self.blocks, _CPU)
 
     def _load(self, weights: Weights, params: EngineParams, group: RankGroup) -> None:
         self._model = Model(self.config, weights, params, group)
@@ -143,7 +143,7 @@ class Runner:
 
     def _forward(self, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> torch.Tensor:
         with torch.inference_mode():
-            batch = BatchTensors.build(steps, self.layout.block_size, self._device)
+            batch = BatchTensors.build(steps, self.layout.block_size, _CPU)
             return self._model.forward(batch, self.kv, on_layers)
 
 
