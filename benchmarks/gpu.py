@@ -127,7 +127,7 @@ def _from_child(section: str, device: str, quick: bool) -> Iterator[Row]:
     finally:
         timer.cancel()
         child.kill()
-        child.wait()
+        child.communicate()
     if late.is_set():
         yield failure(section, "out of time", f"ended after {limit:.0f} s")
     elif status:
