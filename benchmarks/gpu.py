@@ -1,17 +1,20 @@
 """Everything that only a GPU can tell, in one command and less than eight minutes on an H100 or H200.
 
-    .venv/bin/python benchmarks/gpu.py [--quick] [--only SECTION ...] [--json FILE]
+    .venv/bin/python benchmarks/gpu.py [--quick] [--only SECTION ...] [--json FILE] [--anyway]
     .venv/bin/python benchmarks/gpu.py --device cpu        (every line of it, with tiny sizes, in Triton's interpreter)
 
 | section | what |
 |---|---|
 | machine | a copy's bandwidth and a product's FLOP rate: what everything else is a share of |
-| numbers | every kernel against float64 on the device; nothing is timed when one is wrong |
+| numbers | every kernel against float64 on the device; nothing is timed when one is wrong, but with --anyway |
 | kernels | each against its bytes or operations, and against torch's own (SDPA: FlashAttention, cuDNN) |
 | steps | an 8B-shaped model of random weights: decode by batch and context, prefill by length, graph and host time |
 | pair | prefill and decode in two processes on one GPU, KV by `cuda_ipc`; NCCL alone |
 
-Exit status: 0; 1 where a number is wrong or a target is missed; 2 where there is no GPU.
+Each section is a process of its own with a limit of time: one that fails, breaks the device's context or hangs costs
+its own rows alone. Rows are said as they come, and the JSON file holds what is known after each of them.
+
+Exit status: 0; 1 where a number is wrong, a target is missed or something failed; 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +37,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from baton.benchmarks.gpu_setup import Row
 
-SECTIONS = ("numbers", "kernels", "steps", "pair")
+# seconds that a section may take; what was measured until then is kept
+SECTIONS = {"numbers": 120.0, "kernels": 120.0, "steps": 180.0, "pair": 120.0}
+_INTERPRETED = 4.0  # times as long
 
 
 def main() -> int:
@@ -40,8 +47,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--only", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS))
+    parser.add_argument("--anyway", action="store_true", help="measure although a number is wrong")
     parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--section", choices=tuple(SECTIONS), help=argparse.SUPPRESS)  # a child's only one
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
@@ -53,45 +62,103 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    if args.section:
+        for row in _of_section(args.section, args.device, args.quick):
+            print(json.dumps(asdict(row)), flush=True)
+        return 0
+    return _measure(args)
+
+
+def _measure(args: argparse.Namespace) -> int:
     started = time.monotonic()
-    rows = _measured(args.device, args.quick, args.only)
+    rows: list[Row] = []
+    for section in args.only:
+        for row in _from_child(section, args.device, args.quick):
+            if row.section == "machine" and any(row.name == known.name for known in rows):
+                continue  # each child measures for itself what its shares are of
+            rows.append(row)
+            print(f"[{time.monotonic() - started:5.0f} s] {_said(row)}", file=sys.stderr, flush=True)
+            if args.json:
+                _write(args.json, rows, {})
+        if section == "numbers" and any(row.met is False for row in rows) and not args.anyway:
+            print("a number is wrong: nothing is timed (--anyway does)", file=sys.stderr)
+            break
     facts = _facts(args.device, time.monotonic() - started)
     _report(rows, facts)
     if args.json:
-        args.json.write_text(json.dumps({**facts, "rows": [{**asdict(row), "met": row.met} for row in rows]}, indent=1))
-    return int(any(row.met is False for row in rows if args.device == "cuda" or row.section == "numbers"))
+        _write(args.json, rows, facts)
+    wrong = (row for row in rows if row.met is False)
+    return int(any(args.device == "cuda" or row.section == "numbers" or row.unit == "failed" for row in wrong))
 
 
-def _measured(device: str, quick: bool, only: Iterable[str]) -> list[Row]:
-    """The sections in order; behind wrong numbers nothing is timed."""
+def _write(path: Path, rows: Iterable[Row], facts: dict[str, str | float]) -> None:
+    whole = json.dumps({**facts, "rows": [{**asdict(row), "met": row.met} for row in rows]}, indent=1)
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text(whole)
+    partial.replace(path)
+
+
+def _said(row: Row) -> str:
+    share = "" if row.share is None else f", {row.share:.0%}"
+    verdict = {None: "", True: ", met", False: ", NOT MET"}[row.met]
+    return f"{row.section}: {row.name} {row.case}: {row.figure:.4g} {row.unit}{share}{verdict}"
+
+
+def _from_child(section: str, device: str, quick: bool) -> Iterator[Row]:
+    """A section's rows as they come, and one that says so if it failed or was too slow."""
+    from baton.benchmarks.gpu_setup import Row, failure
+
+    limit = SECTIONS[section] * (1 if device == "cuda" else _INTERPRETED)
+    command = [sys.executable, __file__, "--device", device, "--section", section, *(["--quick"] if quick else [])]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        child.kill()
+
+    timer = threading.Timer(limit, end)
+    timer.start()
+    try:
+        for line in child.stdout or ():
+            if line.startswith("{"):
+                yield Row(**json.loads(line))
+        status = child.wait()
+    finally:
+        timer.cancel()
+        child.kill()
+        child.communicate()
+    if late.is_set():
+        yield failure(section, "out of time", f"ended after {limit:.0f} s")
+    elif status:
+        yield failure(section, "ended", f"exit status {status}; its last words are above")
+
+
+def _of_section(section: str, device: str, quick: bool) -> Iterator[Row]:
+    """In the child."""
     import torch
     from baton.benchmarks.gpu_setup import machine, setup
 
     at = setup(device, quick)
-    rows: list[Row] = []
     with torch.inference_mode():
-        rows += machine(at)
-        if "numbers" in only:
+        yield from machine(at)
+        at.let_go()
+        if section == "numbers":
             from baton.benchmarks.gpu_numbers import numbers
 
-            rows += numbers(at)
-            if any(row.met is False for row in rows):
-                return rows
-        if "kernels" in only:
+            yield from numbers(at)
+        elif section == "kernels":
             from baton.benchmarks.gpu_kernels import kernels
 
-            rows += kernels(at)
-        if "steps" in only:
+            yield from kernels(at)
+        elif section == "steps":
             from baton.benchmarks.gpu_steps import steps
 
-            at.let_go()
-            rows += steps(at)
-        if "pair" in only:
+            yield from steps(at)
+        else:
             from baton.benchmarks.gpu_pair import pair
 
-            at.let_go()
-            rows += pair(at, device)
-    return rows
+            yield from pair(at, device)
 
 
 def _facts(device: str, seconds: float) -> dict[str, str | float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from baton.kernels.gpu.rotary import rotate_into_pages
 from baton.kernels.gpu.silu_mul import silu_mul
 from torch import Tensor
 
-from .gpu_setup import Row, Setup
+from .gpu_setup import Row, Setup, each
 
 _DECODE_TARGET, _COPY_TARGET, _SDPA_TARGET = 0.8, 0.8, 0.6
 _ALL = 2048  # programs: more than run at once
@@ -25,13 +26,11 @@ _ALL = 2048  # programs: more than run at once
 
 def kernels(at: Setup) -> Iterator[Row]:
     """All rows."""
-    yield from _elementwise(at)
-    for context in at.sizes.contexts:
-        yield from _decode(at, context)
-    for tokens in at.sizes.prompts:
-        yield from _prefill(at, tokens)
-    yield from _int8(at)
-    yield from _transfer(at)
+    parts: list[tuple[str, Callable[[], Iterable[Row]]]] = [("elementwise", lambda: _elementwise(at))]
+    parts += [(f"paged_decode, {context}", partial(_decode, at, context)) for context in at.sizes.contexts]
+    parts += [(f"paged_prefill, {tokens}", partial(_prefill, at, tokens)) for tokens in at.sizes.prompts]
+    parts += [("int8_linear", lambda: _int8(at)), ("kv_pages", lambda: _transfer(at))]
+    return each("kernel", parts)
 
 
 def _elementwise(at: Setup) -> Iterator[Row]:

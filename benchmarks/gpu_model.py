@@ -84,14 +84,14 @@ class RandomRunner(DeviceRunner):
         )
         self.blocks = blocks
         self._edge: Edge = at.edge
-        self._graphs = {}
         self.guide = Guide(_no_vocabulary)
         self._broadcast: Callable[[bytes], None] | None = None
         self.kv: DeviceKV = self._make_pool(0)
         weights: Any = RandomWeights(shape, self.config, at.model_dtype, at.device, seed)
         with torch.inference_mode():
             params = _params(dtype, layer_group)
-            self._device_model = DeviceModel(self.config, weights, params, SingleRank(), at.edge, longest)
+            self.model = DeviceModel(self.config, weights, params, SingleRank(), at.edge, longest)
+        self._start(self.model, SingleRank())
         self.weights = weights.elements
         self.weight_bytes = weights.elements * at.model_dtype.itemsize
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,22 @@ class Row:
     def met(self) -> bool | None:
         """Whether the target is met."""
         return None if self.target is None or self.share is None else self.share >= self.target
+
+
+def failure(section: str, name: str, reason: str) -> Row:
+    """Something that gave no figure."""
+    return Row(section, name, reason, None, 0.0, "failed", 0.0, 1.0)
+
+
+def each(section: str, parts: Iterable[tuple[str, Callable[[], Iterable[Row]]]]) -> Iterator[Row]:
+    """The rows of all parts; one that raises costs its own."""
+    for name, part in parts:
+        try:
+            yield from part()
+        except Exception as error:
+            traceback.print_exc()
+            text = (str(error).strip() or "no message").splitlines()[0]
+            yield failure(section, name, f"{type(error).__name__}: {text:.100}")
 
 
 @dataclass(slots=True)

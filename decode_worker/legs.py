@@ -34,7 +34,7 @@ from .outgoing import Outgoing
 from .prompts import Prompts
 from .scheduler import DecodeScheduler, SequenceId
 
-# How many tokens may be proposed for each sequence of a step, beyond the one that it draws in any case.
+# For how many tokens of each sequence there should be room, beyond the one that its step draws in any case.
 Ahead = Callable[[Sequence[SequenceId]], Mapping[SequenceId, int]]
 
 
@@ -248,12 +248,15 @@ class DecodeLegs:
     def computed(
         self, steps: Sequence[SequenceStep], drawn: Sequence[Sequence[SampledToken]], now: float
     ) -> list[Effect]:
-        """A planned step ran; `drawn` has one row for each, of one token or, where proposals stood, more. What follows
-        the end of a sequence is dropped, and sequences that are gone are skipped."""
+        """A planned step ran; `drawn` has one row for each, of one token or, where proposals stood, more, or none where
+        the step is only queued. What follows the end of a sequence is dropped, and sequences that are gone are skipped.
+        """
         self.steps += 1
         said: dict[int, pb.Tokens] = {}
         effects: list[Effect] = []
         for step, row in zip(steps, drawn, strict=True):
+            if not row:
+                continue  # planned again, as it is
             name = ((step.request_id, step.attempt, step.first_choice), row[0].choice)
             running = self._running.get(name)
             if running is None:

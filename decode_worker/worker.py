@@ -29,7 +29,7 @@ from ..proto.leg import LegKey, key_of, parse_leg, ref_of
 from ..proto.step_time import StepTimeFit, decode_features, prefill_features
 from ..proto.worker_loop import Commands, Events, SessionEnded, drain_into, seconds_until
 from .effects import CancelSend, Copy, Effect, Expect, Forget, Send, Tell, failed
-from .legs import DecodeLegs
+from .legs import Ahead, DecodeLegs
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,13 @@ class DecodeEngine:
         self._legs = legs
         self._inbox = inbox
         self._speculator = speculator
+        self._ahead: Ahead | None = None
+        self._decode = runner.decode  # what is to be proposed next depends on what is said now
+        if speculator is not None:
+            self._ahead = speculator.lengths
+        elif runner.ahead:
+            self._ahead = lambda names: dict.fromkeys(names, runner.ahead)
+            self._decode = runner.decode_ahead
         self._feed = PrefixFeed(legs.pool)
         self._fit, self._prompt_fit = StepTimeFit(), StepTimeFit()
         self._events: Events = {}
@@ -83,7 +90,7 @@ class DecodeEngine:
         """What is late fails, the batch gets the blocks that it needs, and the line what is left."""
         now = time.monotonic()
         self._perform(self._legs.expire(now))
-        self._steps, told = self._legs.plan(self._speculator.lengths if self._speculator else None)
+        self._steps, told = self._legs.plan(self._ahead)
         self._perform(told)
         self._perform(self._legs.admit(now))
         self._chunks = self._legs.plan_prompts()
@@ -96,7 +103,7 @@ class DecodeEngine:
         if self._speculator is not None:
             self._steps = self._speculator.extend(self._steps)
         steps, chunks = self._steps, self._chunks
-        rows = self._runner.prefill([*steps, *chunks], None) if chunks else self._runner.decode(steps)
+        rows = self._runner.prefill([*steps, *chunks], None) if chunks else self._decode(steps)
         ended_at = time.monotonic()
         self._learn(ended_at - began)
         drawn, first = rows[: len(steps)], rows[len(steps) :]

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.kv_pages import Span
 from ..kernels.kv_rows import KINDS, row_width
 from ..proto.kv_layout import KVLayout
-from .device_edge import Edge, upload
+from .device_edge import Edge, Mark, upload
 from .paged_kv import KV_DTYPES, PagedKV
 
 _CODES = {"int8": torch.int8, "fp8": torch.uint8}  # as kernels take them
@@ -39,6 +39,7 @@ class DeviceKV(PagedKV):
         self.scale_data = torch.zeros(shape, device=edge.device) if self._dtype in KINDS else None
         self._keys, self._values = (self.data[:, kind].unbind() for kind in (0, 1))
         self._device_pages = DevicePages(self.data, self.scale_data)
+        self._ahead: tuple[tuple[frozenset[int], Mark], ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -48,6 +49,11 @@ class DeviceKV(PagedKV):
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Of keys and values, [blocks, heads, block_size] each; None for a pool of floats."""
         return None if self.scale_data is None else (self.scale_data[layer, 0], self.scale_data[layer, 1])
+
+    def runs_ahead(self, blocks: Sequence[int], mark: Mark) -> None:
+        """A step writes to these blocks until `mark`, although their owners may be gone before: who is given such a
+        block, and fills it from beside the steps, waits. Two such steps are under way at most."""
+        self._ahead = (*self._ahead, (frozenset(blocks), mark))[-2:]
 
     def gather(
         self, blocks: Sequence[int], layers: Span, heads: Span, tokens: Span, out: Tensor | None = None
@@ -71,6 +77,9 @@ class DeviceKV(PagedKV):
         first, whole = self._cover(blocks, layers, heads, tokens)
         shape, low = self._wire_shape(layers, heads, tokens), tokens[0] - first * self.block_size
         self._check_size(payload, shape)
+        for written, mark in self._ahead:
+            if not written.isdisjoint(whole):
+                mark.wait()
         with torch.inference_mode(), self._edge.beside():
             near = payload.view(-1).view(torch.uint8).to(self.device)
             if near.data_ptr() % 4:

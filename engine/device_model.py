@@ -26,7 +26,7 @@ from .params import EngineParams
 from .quantized import HEAD_SCHEMES, Int4Weight, Int8Weight, Weight, quantize
 from .ranks import RankGroup
 from .rope import inverse_frequencies
-from .sparse24 import SparseLinears
+from .sparse24 import SparseLinears, sparse_products
 from .weights import LayerWeights, Weights
 
 OnQueued = Callable[[int, int], None]
@@ -78,7 +78,7 @@ class DeviceModel:
         self._layer_group = params.layer_group
         self._invariant = params.batch_invariant
         self._owned = shard.shard
-        self._sparse = SparseLinears(params.sparsity, shard.sparse, self._device)
+        self._sparse = SparseLinears(params.sparsity, shard.sparse, sparse_products(self._device))
         self._embedding = shard.embedding().to(self._device)
         self._layers = [self._prepare(shard.layer(index)) for index in range(config.layers)]
         self._sparse.report()
@@ -112,38 +112,77 @@ class DeviceModel:
             return self._sparse.linear(placed, bias) or (lambda rows: F.linear(rows, placed, bias))
         return coded_linear(weight, bias, self._device, self._invariant)
 
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return len(self._layers)
+
     def forward(self, batch: DeviceBatch, kv: DeviceKV, on_queued: OnQueued | None) -> Tensor:
         """Queue a step; the logits [R, this rank's vocabulary] of the model's dtype.
 
         `on_queued(lo, hi)`: all that writes the KV of layers [lo, hi) is queued.
         """
-        from ..kernels.gpu.rms_norm import rms_norm
-
-        hidden = self._embed(batch.token_ids)
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
-        normed = rms_norm(hidden, self._layers[0].attention_norm, self._config.rms_eps)
-        announced, last = 0, len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
-            query = self._project(layer, normed, cos, sin, batch.slots, kv, index)
-            if index + 1 - announced == self._layer_group or index == last:
+        hidden, turned, announced = self.embed(batch.token_ids), self.turned(batch.positions), 0
+        attended, normed = hidden, self.first_norm(hidden)
+        for index in range(self.layers):
+            query = self.project(index, normed, turned, batch.slots, kv)
+            if self.ends_group(index):
                 if on_queued is not None:
                     on_queued(announced, index + 1)
                 announced = index + 1
-            if index == last and batch.logit_rows is not None and not len(batch.logit_rows):
+            if self.is_over(index, batch):
+                break
+            attended = self.attend(index, query, batch, kv)
+            if index + 1 < self.layers:
+                normed = self.behind(index, hidden, attended)
+        return self.finish(hidden, attended, batch)
+
+    def ends_group(self, index: int) -> bool:
+        """Whether the KV of this layer is announced, with that of the layers before it."""
+        return (index + 1) % self._layer_group == 0 or index + 1 == self.layers
+
+    def is_over(self, index: int, batch: DeviceBatch) -> bool:
+        """Whether only the KV up to this layer was wanted: it is the last one, and no logits are."""
+        return index + 1 == self.layers and batch.logit_rows is not None and not len(batch.logit_rows)
+
+    def finish(self, hidden: Tensor, attended: Tensor, batch: DeviceBatch) -> Tensor:
+        """The logits, from what stands before and behind the last attention; for the rows that are asked for alone."""
+        if batch.logit_rows is not None:
+            if not len(batch.logit_rows):
                 return hidden.new_empty(0, self._owned.vocab[1] - self._owned.vocab[0])
-            attended = self._attend(query, batch, kv, index)
-            if index == last and batch.logit_rows is not None:  # from here on only for the rows that are asked for
-                hidden, attended = hidden[batch.logit_rows], attended[batch.logit_rows]
-            normed = self._add_norm(hidden, layer.output(attended), layer.mlp_norm)
-            following = self._norm if index == last else self._layers[index + 1].attention_norm
-            normed = self._add_norm(hidden, self._mlp(layer, normed), following)
-        return self._head(normed)
+            hidden, attended = hidden[batch.logit_rows], attended[batch.logit_rows]
+        return self._head(self.behind(self.layers - 1, hidden, attended))
+
+    def new_buffers(self, rows: int) -> tuple[Tensor, Tensor]:
+        """For the residual stream [rows, hidden] and for queries [rows, local heads, D]."""
+        heads = self._owned.query_heads[1] - self._owned.query_heads[0]
+        hidden = self._norm.new_zeros(rows, self._config.hidden)
+        return hidden, hidden.new_zeros(rows, heads, self._config.head_dim)
+
+    def turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [T, 1, D / 2] each."""
+        return self._cos[positions], self._sin[positions]
+
+    def first_norm(self, hidden: Tensor) -> Tensor:
+        """What the first layer takes."""
+        from ..kernels.gpu.rms_norm import rms_norm
+
+        return rms_norm(hidden, self._layers[0].attention_norm, self._config.rms_eps)
+
+    def behind(self, index: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The rest of a layer behind its attention [T, local heads * D]: `hidden` is brought up to date, and what the
+        next layer or the head takes is the result."""
+        layer, last = self._layers[index], index + 1 == self.layers
+        normed = self._add_norm(hidden, layer.output(attended), layer.mlp_norm)
+        following = self._norm if last else self._layers[index + 1].attention_norm
+        return self._add_norm(hidden, self._mlp(layer, normed), following)
 
     def gather_logits(self, local: Tensor) -> Tensor:
         """[R, vocabulary] on rank 0, [0, 0] on the others."""
         return self._group.gather_columns(local, self._owned.vocab_widths)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden]"""
         if self._group.size == 1:
             return F.embedding(token_ids, self._embedding)
         start, stop = self._owned.vocab
@@ -153,13 +192,12 @@ class DeviceModel:
         self._group.all_reduce(hidden)
         return hidden
 
-    def _project(
-        self, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: DeviceKV, index: int
-    ) -> Tensor:
+    def project(self, index: int, normed: Tensor, turned: tuple[Tensor, Tensor], slots: Tensor, kv: DeviceKV) -> Tensor:
         """Queries [T, local heads, D], rotated; keys and values go into the pool."""
         from ..kernels.gpu.rms_norm import rms_norm
         from ..kernels.gpu.rotary import rotate_into_pages
 
+        layer = self._layers[index]
         queries = self._owned.query_heads[1] - self._owned.query_heads[0]
         keys = self._owned.kv_heads[1] - self._owned.kv_heads[0]
         heads = layer.qkv(normed).view(-1, queries + 2 * keys, self._config.head_dim)
@@ -167,9 +205,9 @@ class DeviceModel:
             for low, high, weight in ((0, queries, layer.query_norm), (queries, queries + keys, layer.key_norm)):
                 part = heads[:, low:high]
                 part.copy_(rms_norm(part, weight, self._config.rms_eps))
-        return rotate_into_pages(heads, cos, sin, slots, kv.key(index), kv.value(index), kv.scales(index))
+        return rotate_into_pages(heads, *turned, slots, kv.key(index), kv.value(index), kv.scales(index))
 
-    def _attend(self, query: Tensor, batch: DeviceBatch, kv: DeviceKV, index: int) -> Tensor:
+    def attend(self, index: int, query: Tensor, batch: DeviceBatch, kv: DeviceKV) -> Tensor:
         """[T, local heads * D]."""
         from ..kernels.gpu.paged_decode import paged_decode
         from ..kernels.gpu.paged_prefill import paged_prefill

@@ -95,7 +95,13 @@ class Drawn:
         self._errors = {row: reason for row, reason in allowed.items() if isinstance(reason, BatonError)}
         self._masks = {row: mask for row, mask in allowed.items() if isinstance(mask, Tensor)}
         self._wanted = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None and draw.choices]
-        self._download = Download(edge, self._queue(edge, logits)) if draws else None
+        self._results = self._queue(edge, logits) if draws else []
+        self._download = Download(edge, self._results) if draws else None
+
+    @property
+    def ids(self) -> Tensor:
+        """The tokens on the device, int64 [one for each choice of each draw]; -1: nothing could be drawn."""
+        return self._results[0]
 
     def _queue(self, edge: Edge, logits: Tensor) -> list[Tensor]:
         from ..kernels.gpu.sampling import sample
@@ -168,16 +174,17 @@ class Drawn:
         best = _LOW - (((ordered << 32) + (_LOW - ids)).topk(count, dim=1).values & _LOW)  # of equals, the lowest ids
         return [chosen, raw.logsumexp(1), best, raw.gather(1, best)]
 
-    def tokens(self) -> list[list[SampledToken]]:
+    def tokens(self, asked: Sequence[int] | None = None) -> list[list[SampledToken]]:
         """Wait for them: what `accept` (verify.py) makes of the draws, for each step that draws.
 
-        Raises InternalError for logits that are not numbers.
+        `asked`: the tokens that anybody wants, else all. Raises InternalError where one of them was drawn from logits
+        that are not numbers.
         """
         if self._download is None:
             return []
         ids, counts, *described = self._download.wait()
         drawn = [int(token) for token in ids.tolist()]
-        if -1 in drawn:
+        if any(drawn[index] == -1 for index in (range(len(drawn)) if asked is None else asked)):
             raise InternalError("the model's logits are not numbers, or every token is masked")
         rows = iter(self._describe(drawn, described))
         kept = iter(counts.tolist())

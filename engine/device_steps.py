@@ -14,6 +14,7 @@ from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..proto.kv_layout import block_count
@@ -93,7 +94,38 @@ def row_batch(edge: Edge, steps: Sequence[SequenceStep], block_size: int) -> Dev
 
 def varlen_batch(edge: Edge, steps: Sequence[SequenceStep], block_size: int) -> DeviceBatch:
     """Any step: sequences end to end. Raises ValueError for too few blocks."""
-    tokens, positions, slots, offsets, rows = array("q"), array("q"), array("q"), [0], []
+    flat, shape = _flat_parts(steps, block_size)
+    up = upload(edge, [*flat, *shape])
+    return _batch(up[:5], max(step.end for step in steps), up[5], up[6])
+
+
+class PieceInputs:
+    """Where the pieces of a captured step of `size` tokens read theirs: always the same memory of the device."""
+
+    def __init__(self, edge: Edge, size: int, block_size: int) -> None:
+        self._edge, self._size, self._block_size = edge, size, block_size
+        parts = _padded([torch.empty(0, dtype=torch.int64)] * 3, size)
+        self._memory = torch.zeros(packed_bytes([part.nbytes for part in parts]), dtype=torch.uint8, device=edge.device)
+        upload(edge, parts, self._memory)
+        self.token_ids, self.positions, self.slots = views(self._memory, parts)
+
+    def load(self, steps: Sequence[SequenceStep]) -> DeviceBatch:
+        """Queue the copies of a step's inputs; the step without its padding. Raises ValueError for too few blocks."""
+        flat, shape = _flat_parts(steps, self._block_size)
+        upload(self._edge, _padded(flat, self._size), self._memory)
+        contexts, tables, offsets, rows = upload(self._edge, shape)
+        own = [part[: len(flat[0])] for part in (self.token_ids, self.positions, self.slots)]
+        return _batch([*own, contexts, tables], max(step.end for step in steps), offsets, rows)
+
+
+def _padded(flat: Sequence[Tensor], size: int) -> list[Tensor]:
+    """Token ids, positions and slots of `size` tokens; slot -1: it writes nothing."""
+    return [F.pad(part, (0, size - len(part)), value=fill) for part, fill in zip(flat, (0, 0, -1), strict=True)]
+
+
+def _flat_parts(steps: Sequence[SequenceStep], block_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Of any step: (token ids, positions, slots), and (contexts, tables, offsets, rows of logits)."""
+    tokens, positions, slots, offsets, rows = array("q"), array("q"), array("q"), [0], array("q")
     width = max(block_count(step.end, block_size) for step in steps)
     tables = np.zeros((len(steps), width), dtype=np.int32)
     for index, step in enumerate(steps):
@@ -102,19 +134,12 @@ def varlen_batch(edge: Edge, steps: Sequence[SequenceStep], block_size: int) -> 
         tokens.extend(step.tokens)
         positions.extend(range(step.start, step.end))
         slots.extend(blocks[at // block_size] * block_size + at % block_size for at in range(step.start, step.end))
-        rows += [offsets[-1] + row for row in step.logit_rows]
+        rows.extend(offsets[-1] + row for row in step.logit_rows)
         offsets.append(len(tokens))
-    longest = max(step.end for step in steps)
     contexts = torch.tensor([step.end for step in steps], dtype=torch.int32)
-    longs = [torch.tensor(part, dtype=torch.int64) for part in (tokens, positions, slots)]
-    up = upload(
-        edge,
-        [
-            *(*longs, contexts, torch.from_numpy(tables)),
-            *(torch.tensor(offsets, dtype=torch.int32), torch.tensor(rows, dtype=torch.int64)),
-        ],
-    )
-    return _batch(up[:5], longest, up[5], up[6])
+    longs = [torch.tensor(part, dtype=torch.int64) for part in (tokens, positions, slots, rows)]
+    shape = [contexts, torch.from_numpy(tables), torch.tensor(offsets, dtype=torch.int32), longs[3]]
+    return longs[:3], shape
 
 
 def _batch(

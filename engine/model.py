@@ -1,4 +1,4 @@
-"""The decoder of one rank: embed, then for each layer attend and transform, then logits.
+"""The decoder of one rank on a CPU: embed, then for each layer attend and transform, then logits.
 
 Tensor parallel ranks own whole KV heads with their query heads, columns of the MLP and rows of the vocabulary; partial
 sums meet in `RankGroup.all_reduce` after each attention and each MLP.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import cpu_attention, decoder_layer, reference
+from ..kernels import cpu_attention, decoder_layer
 from ..kernels.decoder_layer import DecoderLayer, NativeDecoder, StepInputs
 from ..kernels.linear import Linear
 from ..kernels.paged_attention import PagedAttention
@@ -25,7 +25,7 @@ from .linear import Packing, padded_rows
 from .model_config import ModelConfig
 from .paged_kv import PagedKV
 from .params import EngineParams
-from .quantized import HEAD_SCHEMES, Weight, full, quantize
+from .quantized import HEAD_SCHEMES, Weight, quantize
 from .ranks import RankGroup
 from .rope import inverse_frequencies
 from .sparse24 import SparseLinears
@@ -41,7 +41,7 @@ class _Step:
 
     batch: BatchTensors
     rotation: Rotation
-    plan: cpu_attention.AttentionPlan | None  # None: not on a CPU
+    plan: cpu_attention.AttentionPlan
 
 
 class Model:
@@ -51,39 +51,32 @@ class Model:
         """Reads and packs the weights, layer by layer."""
         self._config = config
         self._group = group
-        self._device = torch.device(params.device)
         self._layer_group = params.layer_group
         self._owned = shard.shard
         self._packing = Packing(params.batch_invariant)
-        self._sparse = SparseLinears(params.sparsity, shard.sparse, self._device)
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self._device)
-        self._embedding = shard.embedding().to(self._device)
+        self._sparse = SparseLinears(params.sparsity, shard.sparse, "a CPU has no sparse products")
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim)
+        self._embedding = shard.embedding()
         self._layers = [self._prepare(shard.layer(index)) for index in range(config.layers)]
         self._sparse.report()
-        self._norm = shard.final_norm().to(self._device)
+        self._norm = shard.final_norm()
         head = shard.head()
-        head = self._embedding if head is None else head.to(self._device)
+        head = self._embedding if head is None else head
         self._head = self._packing.head(quantize(head, HEAD_SCHEMES[params.quantization]))
         self._native = self._native_decoder()
-        self._padded = params.device == "cpu" and self._packing.pads(shard.dtype)
+        self._padded = self._packing.pads(shard.dtype)
 
     def _prepare(self, weights: LayerWeights) -> DecoderLayer:
         def linear(weight: Weight, bias: Tensor | None) -> Linear:
-            on_cpu = self._device.type == "cpu"
-            placed = weight if on_cpu else full(weight).to(self._device, self._embedding.dtype)
-            bias = None if bias is None else bias.to(self._device)
-            return self._sparse.linear(placed, bias) or self._packing.linear(placed, bias)
-
-        def vector(weight: Tensor | None) -> Tensor | None:
-            return None if weight is None else weight.to(self._device)
+            return self._sparse.linear(weight, bias) or self._packing.linear(weight, bias)
 
         return DecoderLayer(
-            attention_norm=weights.attention_norm.to(self._device),
+            attention_norm=weights.attention_norm,
             qkv=linear(weights.qkv, weights.qkv_bias),
-            query_norm=vector(weights.query_norm),
-            key_norm=vector(weights.key_norm),
+            query_norm=weights.query_norm,
+            key_norm=weights.key_norm,
             output=linear(weights.output, weights.output_bias),
-            mlp_norm=weights.mlp_norm.to(self._device),
+            mlp_norm=weights.mlp_norm,
             gate_up=linear(weights.gate_up, weights.gate_up_bias),
             down=linear(weights.down, weights.down_bias),
         )
@@ -148,9 +141,7 @@ class Model:
 
     def _prepare_step(self, batch: BatchTensors, kv: PagedKV) -> _Step:
         cos, sin = self._angles(batch)
-        plan = None
-        if self._device.type == "cpu":
-            plan = cpu_attention.plan_attention(batch.cu_seqlens, batch.context_lens, batch.block_tables, kv.key(0))
+        plan = cpu_attention.plan_attention(batch.cu_seqlens, batch.context_lens, batch.block_tables, kv.key(0))
         return _Step(batch, Rotation(cos, sin, batch.slots, kv.key(0)), plan)
 
     def _angles(self, batch: BatchTensors) -> tuple[Tensor, Tensor]:
@@ -191,13 +182,7 @@ class Model:
         out = query.new_empty(rows, heads, dim)
         if rows > tokens:
             out[tokens:].zero_()
-        keys, values, batch = kv.key(index), kv.value(index), step.batch
-        if step.plan is not None:
-            step.plan.attend(query, keys, values, scale, out[:tokens])
-        else:
-            out[:tokens] = reference.paged_attention(
-                query, keys, values, batch.cu_seqlens, batch.context_lens, batch.block_tables, scale
-            )
+        step.plan.attend(query, kv.key(index), kv.value(index), scale, out[:tokens])
         return out.view(rows, heads * dim)
 
     def _slab(self) -> int:

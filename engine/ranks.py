@@ -34,6 +34,10 @@ class RankGroup(Protocol):
         """Rank i gives [rows, widths[i]]; rank 0 gets [rows, sum(widths)] in rank order, the others [0, 0]."""
         ...
 
+    def share(self, tensor: Tensor) -> None:
+        """What rank 0 has in it, on all ranks, in place; contiguous, of equal shape and dtype."""
+        ...
+
 
 class SingleRank:
     """The group of a worker with one rank: nothing to do."""
@@ -47,6 +51,9 @@ class SingleRank:
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns are whole already."""
         return tensor
+
+    def share(self, tensor: Tensor) -> None:
+        """Nobody else wants it."""
 
 
 class TorchGroup:
@@ -113,6 +120,13 @@ class TorchGroup:
         except RuntimeError as error:
             raise self._lost(error) from error
         return torch.cat(parts, dim=1)
+
+    def share(self, tensor: Tensor) -> None:
+        """Rank 0's on all ranks; see RankGroup."""
+        try:
+            self._group.broadcast([tensor]).wait()  # of rank 0, unless told otherwise
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def _sum_in_order(self, tensor: Tensor) -> None:
         own = _as_bytes(tensor)

@@ -32,6 +32,7 @@ from .verify import accept, draws_of
 from .weights import Weights
 
 _log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 _MODEL_DTYPES = ("float32", "bfloat16")
 
 
@@ -41,6 +42,8 @@ class Runner:
     `broadcast` sends a packed plan to all followers; None on followers and where there are none. Raises ConfigError
     for anything that cannot run here, as far as possible before the weights are read.
     """
+
+    ahead = 0  # steps that `decode_ahead` queues before they are asked for
 
     def __init__(
         self,
@@ -61,7 +64,6 @@ class Runner:
         self.max_model_len = _max_model_len(params, self.config)
         self.layout = _layout(params, self.config, weights.fingerprint)
         self.blocks = _pool_blocks(params, self.layout)
-        self._device = torch.device(params.device)
         self.kv = self._make_pool(group.rank)
         plan = weights.memory_plan()
         _log.info(
@@ -80,7 +82,7 @@ class Runner:
         self._broadcast = broadcast
 
     def _make_pool(self, rank: int) -> PagedKV:
-        return PagedKV(self.layout, rank, self.blocks, self._device)
+        return PagedKV(self.layout, rank, self.blocks, _CPU)
 
     def _load(self, weights: Weights, params: EngineParams, group: RankGroup) -> None:
         self._model = Model(self.config, weights, params, group)
@@ -102,6 +104,16 @@ class Runner:
     def decode(self, steps: Sequence[SequenceStep]) -> list[list[SampledToken]]:
         """Run one step of running sequences; the same as `prefill` without interest in the layers."""
         return self._lead("decode", steps, None)
+
+    def decode_ahead(self, steps: Sequence[SequenceStep]) -> list[list[SampledToken]]:
+        """The same for a batch that goes on. A row may be empty: that step is queued, behind one that was queued before
+        this was called, and is to be asked for again.
+
+        Where `ahead` is not 0, the next step of each sequence may be queued before it is asked for, if its blocks have
+        room for `ahead` more tokens; one that is never asked for has no effect but that its KV is written. Any other
+        call ends that.
+        """
+        return self.decode(steps)
 
     def follow(self, kind: Kind, steps: Sequence[SequenceStep], on_layers: OnLayers) -> None:
         """Run a plan of the leader on another rank."""
@@ -131,7 +143,7 @@ class Runner:
 
     def _forward(self, steps: Sequence[SequenceStep], on_layers: OnLayers | None) -> torch.Tensor:
         with torch.inference_mode():
-            batch = BatchTensors.build(steps, self.layout.block_size, self._device)
+            batch = BatchTensors.build(steps, self.layout.block_size, _CPU)
             return self._model.forward(batch, self.kv, on_layers)
 
 

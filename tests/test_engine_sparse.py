@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -9,22 +10,32 @@ from typing import Any
 
 import pytest
 import torch
-from baton.engine import sparse24
+from baton.engine import device_model
+from baton.engine.block_pool import BlockPool
 from baton.engine.checkpoint_format import checkpoint_format, declares_sparsity
+from baton.engine.device_edge import HostEdge
+from baton.engine.device_runner import DeviceRunner
+from baton.engine.local import LocalEngine
 from baton.engine.model_config import load_config
-from baton.engine.sparse24 import SparseLinears, is_sparse
+from baton.engine.ranks import SingleRank
+from baton.engine.sparse24 import Products, SparseLinears, choose, is_sparse
 from baton.engine.weights import Weights
-from baton.kernels.linear import Linear
 from baton.proto.errors import ConfigError
+from baton.tests.harness import plain_kernels
 from baton.tests.harness.model_rig import Rig, random_tokens, silent
+from baton.tests.harness.monolithic import sampling
 from baton.tests.harness.tiny_model import VOCAB, write_tiny_model
-from baton.tests.test_engine_runner import build
+from baton.tests.test_engine_runner import build, engine_params
 from baton.text.source import resolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
+from torch.sparse._semi_structured_conversions import (
+    sparse_semi_structured_from_dense_cutlass,
+    sparse_semi_structured_to_dense_cutlass,
+)
 
 TOKENS = random_tokens(30, VOCAB)
-CPU = torch.device("cpu")
 
 
 def pruned(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,23 +125,114 @@ def test_sparse_products_are_asked_for_in_vain(tiny_dir: Path) -> None:
         build(tiny_dir, sparsity="2:4")
 
 
-def test_on_a_gpu_only_weights_that_are_sparse_go_the_sparse_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The products themselves need CUDA; which weights get there does not."""
+CUTLASS = SparseSemiStructuredTensorCUTLASS
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """torch's own packing, padding and dispatch on CPU tensors; only the product itself is computed from what torch's
+    own conversion makes of the packed weight. Returns the shapes of its right-hand sides."""
+    asked: list[tuple[int, int]] = []
+
+    def product(packed: Tensor, meta: Tensor, dense: Tensor) -> Tensor:
+        assert not dense.shape[1] % 8  # rows of activations, as the kernel wants them
+        asked.append((dense.shape[0], dense.shape[1]))
+        whole = sparse_semi_structured_to_dense_cutlass(packed, meta)
+        return (whole.float() @ dense.float()).to(dense.dtype)
+
+    monkeypatch.setattr(CUTLASS, "_validate_device_dim_dtype_shape", classmethod(lambda cls, weight: None))
+    monkeypatch.setattr(torch, "_sparse_semi_structured_mm", product)
+    return asked
+
+
+def of_a_gpu(pack: Any = CUTLASS.from_dense) -> Products:
+    found = choose((8, 0), cusparselt=False)
+    assert isinstance(found, Products)
+    return dataclasses.replace(found, pack=pack)
+
+
+def test_which_products_a_gpu_has() -> None:
+    """cuSPARSELt wherever torch has it; CUTLASS for 8.x alone; the limits are those that torch checks."""
+    names = {(c, lt): choose(c, lt) for c in ((8, 0), (8, 9), (9, 0), (10, 0)) for lt in (True, False)}
+    for (capability, lt), found in names.items():
+        if isinstance(found, str):
+            assert (capability[0] > 8, lt) == (True, False)
+            assert f"compute capability {capability[0]}.0 needs a torch with cuSPARSELt" in found
+            continue
+        assert found.name == ("cuSPARSELt" if lt else "CUTLASS")
+        kind = SparseSemiStructuredTensorCUSPARSELT if lt else CUTLASS
+        for dtype in (torch.bfloat16, torch.float16):
+            limits = kind._DTYPE_SHAPE_CONSTRAINTS[dtype]
+            assert (found.outputs, found.inputs) == (limits.sparse_min_rows, limits.sparse_min_cols)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "taken"),
+    [
+        ((32, 64), torch.bfloat16, True),
+        ((96, 192), torch.float16, True),
+        ((48, 64), torch.bfloat16, False),
+        ((32, 96), torch.bfloat16, False),
+        ((32, 64), torch.float32, False),
+    ],
+)
+def test_what_products_do_not_take_runs_dense(shape: tuple[int, int], dtype: torch.dtype, taken: bool) -> None:
     asked: list[Tensor] = []
+    linears = SparseLinears("auto", True, of_a_gpu(lambda weight: asked.append(weight) or weight))
+    weight = pruned(torch.randn(shape))[0].to(dtype)
+    assert (linears.linear(weight, None) is not None) == taken == bool(asked)
+    assert linears.linear(torch.randn(shape, dtype=dtype), None) is None
+    for other in (SparseLinears("none", True, of_a_gpu()), SparseLinears("auto", False, of_a_gpu())):
+        assert other.linear(weight, None) is None
 
-    def made(weight: Tensor, bias: Tensor | None) -> Linear:
-        asked.append(weight)
-        return lambda rows: rows @ weight.T
 
-    monkeypatch.setattr(sparse24, "semi_structured", made)
-    sparse, dense = pruned(torch.randn(8, 16))[0], torch.randn(8, 16)
-    linears = SparseLinears("auto", declared=True, device=torch.device("cuda"))
-    assert linears.linear(sparse, None) is not None
-    assert linears.linear(dense, None) is None
-    assert [weight is sparse for weight in asked] == [True]
-    linears.report()
-    assert SparseLinears("none", declared=True, device=torch.device("cuda")).linear(sparse, None) is None
-    assert SparseLinears("auto", declared=False, device=torch.device("cuda")).linear(sparse, None) is None
+@pytest.mark.parametrize("rows", [1, 5, 8, 17])
+def test_torch_multiplies_with_the_packed_weight(on_a_cpu: list[tuple[int, int]], rows: int) -> None:
+    """There and back: the packed weight is the weight; any number of rows is padded, and its result cut again."""
+    weight, x = pruned(torch.randn(96, 128))[0].bfloat16(), torch.randn(rows, 128).bfloat16()
+    packed, meta = sparse_semi_structured_from_dense_cutlass(weight)
+    assert packed.shape == (96, 64)
+    assert torch.equal(sparse_semi_structured_to_dense_cutlass(packed, meta), weight)
+    run = SparseLinears("2:4", False, of_a_gpu()).linear(weight, None)
+    assert run is not None
+    with torch.inference_mode():
+        found = run(x)
+    assert found.shape == (rows, 96)
+    assert torch.allclose(found.float(), x.float() @ weight.float().t(), atol=0.25, rtol=1e-2)
+    assert on_a_cpu == [(128, -(-rows // 8) * 8)]
+
+
+def test_a_library_that_does_not_know_the_gpu_leaves_them_dense(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(weight: Tensor) -> Tensor:
+        raise RuntimeError("architecture mismatch")
+
+    linears = SparseLinears("2:4", False, of_a_gpu(refuse))
+    weight = pruned(torch.randn(32, 64))[0].bfloat16()
+    with caplog.at_level(logging.INFO, "baton.engine.sparse24"):
+        assert linears.linear(weight, None) is None
+        assert linears.linear(weight, None) is None
+        linears.report()
+    assert caplog.text.count("architecture mismatch") == 2
+    assert "in 2 linear layers run dense" in caplog.text
+
+
+def test_the_engine_for_gpus_runs_them_sparse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_a_cpu: list[tuple[int, int]]
+) -> None:
+    """From the checkpoint to the tokens; down_proj has a shape that these products do not take."""
+    plain_kernels.install(monkeypatch)
+    model, found = write(tmp_path, "sparse-24-bitmask"), []
+    for products in ("there are none", of_a_gpu()):
+        monkeypatch.setattr(device_model, "sparse_products", lambda device, products=products: products)
+        params = engine_params(model, dtype="bfloat16")
+        with caplog.at_level(logging.INFO, "baton.engine.sparse24"):
+            runner = DeviceRunner(params, SingleRank(), silent, None, HostEdge())
+        engine = LocalEngine(runner, BlockPool(32, 4, False), runner.kv.copy_blocks)
+        found.append(engine.generate([(TOKENS[:11], sampling(max_tokens=6))], 64, 1)[0][0].token_ids)
+    assert found[0] == found[1]
+    assert {width % 8 for _, width in on_a_cpu} == {0}
+    assert "in 6 linear layers run sparse, by CUTLASS; 0 others" in caplog.text
+    assert "in 2 linear layers run dense for their dtypes or shapes" in caplog.text
 
 
 def test_what_counts_as_sparse() -> None:

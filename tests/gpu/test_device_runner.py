@@ -154,7 +154,7 @@ def test_a_step_of_the_same_size_is_the_same_graph(model: Path) -> None:
     runner = build_device(model)
     for token, block in ((4, 0), (9, 1)):
         runner.decode([SequenceStep("a", 0, 0, [token], 0, [block], DRAWN_BY_LEADER)])
-    assert [(bucket.rows, bucket.longest) for bucket in runner._graphs] == [(1, 256)]
+    assert [(bucket.rows, bucket.longest) for bucket in runner._queue.captured] == [(1, 256)]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the ranks of this test share one device, which NCCL refuses")

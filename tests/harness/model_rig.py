@@ -96,6 +96,10 @@ class ThreadRank:
         assert [part.shape[1] for part in parts] == list(widths)
         return torch.cat(parts, dim=1) if self.rank == 0 else tensor.new_empty(0, 0)
 
+    def share(self, tensor: Tensor) -> None:
+        """What rank 0 has."""
+        tensor.copy_(self._meeting.exchange(self.rank, tensor)[0])
+
 
 class Rig:
     """`ranks` models over one checkpoint with a pool each."""
