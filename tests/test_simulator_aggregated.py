@@ -22,6 +22,20 @@ def test_one_request_alone_takes_its_prompt_and_then_its_steps() -> None:
     assert outcome.results.values("tpot")[0] == pytest.approx(rest / 4)
 
 
+def test_pb_07_in_a_tiny_pool_each_request_has_its_own_first_token() -> None:
+    """The pool holds one request at a time, so that prompts and answers take turns."""
+    size = ONE.block_size
+    made = replace(ONE, decode=replace(ONE.decode, blocks=-(-(100 + 20) // size)))
+    results = Simulation(made, [Arrival(0.0, 100, 20)] * 3).run().results
+    ends, firsts = list(results.ended_s), [float(value) for value in results.values("ttft")]
+    alone = Simulation(ONE, [Arrival(0.0, 100, 20)]).run().results
+    assert firsts[0] == pytest.approx(float(alone.values("ttft")[0]))
+    assert ends[0] == pytest.approx(alone.ended_s[0])
+    for first, before in zip(firsts[1:], ends, strict=False):
+        assert first > before - 0.01  # the prompt had its turn when the one before had ended
+    assert [float(value) for value in results.values("tpot")] == pytest.approx([float(alone.values("tpot")[0])] * 3)
+
+
 def test_a_prompt_slows_the_step_that_it_shares() -> None:
     alone = Simulation(ONE, [Arrival(0.0, 10, 50)]).run().results
     beside = Simulation(ONE, [Arrival(0.0, 10, 50), Arrival(0.1, 200, 1)]).run().results

@@ -93,7 +93,13 @@ def cluster_of(config: Config, profile: Profile, sample_s: float | None) -> Clus
             pools.prefill.max_batch_tokens,
             pools.prefill.lookahead,
         ),
-        DecodePool(pools.decode.replicas, profile.decode, profile.decode_blocks, pools.decode.max_sequences),
+        DecodePool(
+            pools.decode.replicas,
+            profile.decode,
+            profile.decode_blocks,
+            pools.decode.max_sequences,
+            pools.decode.prompt_chunk,
+        ),
         block_size(config),
         profile.transfer,
         Rules(
@@ -106,6 +112,7 @@ def cluster_of(config: Config, profile: Profile, sample_s: float | None) -> Clus
             clocks.commit,
             clocks.request,
             router.attempts,
+            router.placement.disaggregation,
         ),
         profile.overheads,
         prefix_cache=config.engine.prefix_cache,

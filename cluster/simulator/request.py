@@ -68,6 +68,11 @@ class Flight:
     joined: bool = False  # the decode worker has all KV
     tries: int = 1
 
+    @property
+    def here(self) -> bool:
+        """Whether its decode worker computes the prompt."""
+        return self.prefill is None and self.decode is not None
+
 
 def leg_of(number: int, attempt: int, arrival: Arrival, generated: int, deadline: float) -> Leg:
     """As the workers know it; prompts of unknown contents are ranges, which cost nothing."""

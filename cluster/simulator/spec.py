@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from ...proto.step_time import StepTime
 from ...router.placement.choose import Objectives
+from ...router.placement.disaggregation import ALWAYS, NEVER
 
 Role = Literal["prefill", "decode"]
 
@@ -34,6 +35,8 @@ class DecodePool:
     law: StepTime
     blocks: int
     max_sequences: int
+    prompt_chunk: int = 128  # tokens of prompts that are computed here, in one step beside the batch
+    prompt_law: StepTime | None = None  # b and c: what chunks add to a step; None: those of the prefill law
 
 
 class Transfer(Protocol):
@@ -85,6 +88,7 @@ class Rules:
     commit_timeout_s: float
     request_s: float  # deadline
     attempts: int
+    disaggregation: str = ALWAYS  # in `router/placement/disaggregation.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +139,18 @@ class Cluster:
     aggregated: bool = False  # workers of the decode pool compute prompts too, and there are no others; a step that
     # does both takes what the decode law says and b and c of the prefill law more
     sample_s: float | None = None  # between two rows of the timeline; None: there is none
+
+    @property
+    def disaggregation(self) -> str:
+        """Where prompts are computed."""
+        return NEVER if self.aggregated else self.rules.disaggregation
+
+    @property
+    def prompt_chunk(self) -> int:
+        """Prompt tokens of a step of the decode pool."""
+        return self.prefill.max_batch_tokens if self.aggregated else self.decode.prompt_chunk
+
+    @property
+    def prompt_law(self) -> StepTime:
+        """Of prompts that the decode pool computes."""
+        return self.decode.prompt_law or self.prefill.law
