@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..client.retry import Retry
+from ..router.placement.disaggregation import NEVER
 from .access import NOBODY, Access
 from .bench import load_fields, print_table, run_load
 from .bench_compare import compare, recorded, with_blocks, write_record
@@ -96,11 +97,13 @@ async def calibrate(config: Config, deployment: Deployment, access: Access = NOB
         pass
     async with access.client(deployment.endpoints["grpc"], Retry(attempts=1)) as client:
         models = await client.models()
+        pools, here = config.pools, config.router.placement.disaggregation == NEVER
         limits = Limits(
             models[0].max_model_len,
-            config.pools.decode.max_sequences,
-            config.pools.prefill.max_batch_tokens,
-            together=config.pools.decode.device == "cpu",
+            pools.decode.max_sequences,
+            pools.decode.prompt_chunk if here else pools.prefill.max_batch_tokens,
+            together=pools.decode.device == "cpu",
+            here=here,
         )
         blocks = Blocks(watch.blocks.get("prefill", 1), watch.blocks.get("decode", 1))
         return await measure(client, limits, blocks, lambda text: print(f"measuring {text}", file=sys.stderr))

@@ -65,6 +65,34 @@ def write_record(path: Path, samples: Sequence[Sample]) -> None:
         raise ConfigError(f"--record: {path}: {error.strerror or error}") from None
 
 
+def read_record(path: Path) -> list[Sample]:
+    """What `write_record` wrote; of the arrivals the first and the last are known. Raises ConfigError."""
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return [_sample(row) for row in rows]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: is no record: {error}") from None
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    at, tokens = row["at"], row["output_tokens"]
+    arrivals: tuple[tuple[float, int], ...] = ()
+    if row["ttft_s"] is not None:
+        first = at + row["ttft_s"]
+        more = [(first + row["tpot_s"] * (tokens - 1), tokens - 1)] if row["tpot_s"] is not None else []
+        arrivals = ((first, 1), *more)
+    return Sample(
+        at,
+        at + row["e2e_s"],
+        arrivals,
+        row["prompt_tokens"],
+        row["error"],
+        row["warm_up"],
+        tokens,
+        row["transfer_s"],
+    )
+
+
 def replayed(config: Config, found: Profile, samples: Sequence[Sample], seed: int = 0) -> Outcome:
     """The recorded requests in virtual time, warm-up left out of the latencies as it was when they were measured."""
     arrivals = recorded(samples)

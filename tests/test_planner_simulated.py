@@ -29,7 +29,7 @@ def test_a_recorded_load_is_read_and_planned_for(tmp_path: Path) -> None:
 
 def test_the_simulator_agrees_with_the_closed_forms_about_a_steady_load() -> None:
     config = config_load.load(TEACHING, ["slo.tpot.p99=25ms", "workload.rate=8/s"])
-    found = command.simulated(report.make(config, command.load_of(config)))
+    found = command.decided(config, report.make(config, command.load_of(config)))
     assert len(found.simulated) == 2
     for one in found.simulated:
         tpot, ttft = one.tpot["p50"], one.ttft["p50"]
@@ -45,4 +45,4 @@ def test_the_command_says_what_was_simulated() -> None:
     assert result.exit_code == 0, result.output
     said = json.loads(result.output)
     assert {one["kind"] for one in said["simulated"]} == {"disaggregated", "aggregated"}
-    assert any("Poisson at the busiest rate" in note for note in said["notes"])
+    assert any("chosen by simulation" in note for note in said["notes"])

@@ -3,7 +3,8 @@
 - Prompts one by one, one token each, which take no decode worker: time computing by length, and what comes on top.
 - The same with two tokens: what the way over a decode worker adds, and the KV's way.
 - Batches of a few sizes and contexts: the time between tokens while all of a batch run and no prompt is computed.
-- Both together, where pools share a machine: by how much each slows the other.
+- Both together, where pools share a machine: by how much each slows the other. Where decode workers compute prompts:
+  what these add to the steps of a batch.
 
 All fits are those of `proto/step_time.py`: least squares of the relative error, no coefficient below 0.
 """
@@ -37,10 +38,11 @@ class Limits:
 
     longest: int
     max_sequences: int
-    max_batch_tokens: int
+    max_batch_tokens: int  # prompt tokens of a step, wherever they are computed
     repeats: int = 3
     steps: int = 40  # tokens of each answer of a batch
     together: bool = True  # also measure prompts and batches at the same time
+    here: bool = False  # prompts are computed by the decode worker, beside its batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,11 @@ async def measure(client: Client, limits: Limits, blocks: Blocks, say: Say) -> P
     decode, steps = await _decode(rig)
     message_s = max(0.0, (with_decode_s - alone_s) / 2)
     overheads = Overheads(router_s=max(0.0, alone_s - 2 * message_s), message_s=message_s)
-    slows = (1.0, 1.0)
-    if limits.together:
+    slows, beside = (1.0, 1.0), None
+    if limits.here:
+        say("prompts beside a batch")
+        beside = await _beside(rig, decode)
+    elif limits.together:
         say("both at the same time")
         slows = await _together(rig, prefill, decode)
     noise = statistics.pstdev(steps) * 3**0.5 if len(steps) > 2 else 0.0
@@ -79,6 +84,7 @@ async def measure(client: Client, limits: Limits, blocks: Blocks, say: Say) -> P
         min(noise, 0.2),
         slows[0],
         slows[1],
+        beside,
     )
 
 
@@ -205,6 +211,28 @@ async def _together(rig: _Rig, prefill: StepTime, decode: StepTime) -> tuple[flo
     return _ratio(slowed[:-1] or slowed), 1 + (_ratio(ratios) - 1) / max(share, 0.2)
 
 
+async def _beside(rig: _Rig, decode: StepTime) -> StepTime | None:
+    """What chunks of prompts add to a decode worker's steps: the time of a prompt, less what the steps that it was part
+    of take without it. None: the answers ended too soon to see it."""
+    output, batch = rig.limits.longest - 64, min(4, rig.limits.max_sequences)
+    fit, began = StepTimeFit(), time.monotonic()
+    streams = [asyncio.create_task(rig.prompt(32, output)) for _ in range(batch)]
+    await asyncio.sleep(0.3)
+    lengths = [length for length in rig.lengths(2) if length <= 1024] * rig.limits.repeats
+    for length in lengths:
+        done = await rig.prompt(length, 1)
+        if any(stream.done() for stream in streams):
+            break
+        said = (time.monotonic() - began) / decode.seconds((1.0, float(batch), batch * 64.0))
+        step_s = decode.seconds((1.0, float(batch), batch * (32 + min(said, output))))
+        chunks, tokens, squares = rig.features(length)
+        added_s = _timing(done).prefill_s - chunks * step_s
+        if added_s > 0:
+            fit.observe((0.0, tokens, squares), added_s)
+    await asyncio.gather(*streams)
+    return fit.solved()
+
+
 def _ratio(values: Sequence[float]) -> float:
     return max(1.0, statistics.median(values)) if values else 1.0
 
@@ -229,8 +257,8 @@ def between(one: Profile, other: Profile) -> Profile:
     """The mean of two calibrations."""
     return Profile(
         f"mean of two calibrations: {one.source}",
-        StepTime(*((a + b) / 2 for a, b in zip(one.prefill, other.prefill, strict=True))),
-        StepTime(*((a + b) / 2 for a, b in zip(one.decode, other.decode, strict=True))),
+        _mean(one.prefill, other.prefill),
+        _mean(one.decode, other.decode),
         one.prefill_blocks,
         one.decode_blocks,
         LayeredTransfer(
@@ -245,4 +273,9 @@ def between(one: Profile, other: Profile) -> Profile:
         (one.noise + other.noise) / 2,
         (one.prefill_slowed + other.prefill_slowed) / 2,
         (one.decode_slowed + other.decode_slowed) / 2,
+        _mean(one.prompts, other.prompts) if one.prompts and other.prompts else one.prompts or other.prompts,
     )
+
+
+def _mean(one: StepTime, other: StepTime) -> StepTime:
+    return StepTime(*((a + b) / 2 for a, b in zip(one, other, strict=True)))

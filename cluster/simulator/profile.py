@@ -32,6 +32,7 @@ class Profile:
     noise: float = 0.0
     prefill_slowed: float = 1.0  # time of a step with the other pool at work / alone, where both share a machine
     decode_slowed: float = 1.0
+    prompts: StepTime | None = None  # b and c of prompts beside a decode worker's batch; None: as `prefill`
 
     def shared(self, prefill_busy: float, decode_busy: float) -> Profile:
         """The laws where the pools compute for these shares of the time."""
@@ -99,6 +100,7 @@ def cluster_of(config: Config, profile: Profile, sample_s: float | None) -> Clus
             profile.decode_blocks,
             pools.decode.max_sequences,
             pools.decode.prompt_chunk,
+            profile.prompts,
         ),
         block_size(config),
         profile.transfer,
