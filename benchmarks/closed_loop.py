@@ -70,7 +70,7 @@ async def measure(config: Config, folder: Path, options: argparse.Namespace) -> 
     """Everything on one cluster, kept in the folder. False: a load failed."""
     fine = True
     async with running(config, "model", lambda *_: None) as deployment:
-        before = await calibrate(config, deployment)
+        before = await calibrate(config, deployment, rounds=options.rounds)
         _keep_profile(folder / "before.yaml", before)
         for case in cases(config, before, options):
             _say(f"{case.name}: {len(case.plan.recorded or ())} requests in {_last_s(case):.0f} s")
@@ -83,7 +83,7 @@ async def measure(config: Config, folder: Path, options: argparse.Namespace) -> 
             write_record(folder / f"{_slug(case.name)}.jsonl", samples)
             found = with_blocks(before, watch)
             _keep(folder, case.name, _compared(config, case.name, found, samples, watch, "one calibration, before it"))
-        _keep_profile(folder / "after.yaml", await calibrate(config, deployment))
+        _keep_profile(folder / "after.yaml", await calibrate(config, deployment, rounds=options.rounds))
     return fine
 
 
@@ -229,6 +229,7 @@ if __name__ == "__main__":
     parser.add_argument("--window", type=float, default=600.0, help="seconds of the trace")
     parser.add_argument("--trace-load", type=float, default=0.5, help="share of the capacity that the window comes to")
     parser.add_argument("--discard", type=float, default=0.05, help="most that the calibrations may differ")
+    parser.add_argument("--rounds", type=int, default=4, help="of each calibration")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))

@@ -29,7 +29,8 @@ from .planned import planned
 from .progress import StartProgress
 from .report_page import write_page
 from .simulate import slo_limits
-from .simulator.measure import Blocks, Limits, measure
+from .simulator.measure import Blocks, measure
+from .simulator.measure_rig import Limits
 from .simulator.profile import Profile
 
 _WATCH_S = 1.0
@@ -91,7 +92,7 @@ async def loaded(
     return samples, watch
 
 
-async def calibrate(config: Config, deployment: Deployment, access: Access = NOBODY) -> Profile:
+async def calibrate(config: Config, deployment: Deployment, access: Access = NOBODY, rounds: int = 2) -> Profile:
     """The profile of a cluster that does nothing else meanwhile."""
     async with watching(access.connection(Origin.parse(deployment.url)), 3600.0) as watch:
         pass
@@ -104,6 +105,7 @@ async def calibrate(config: Config, deployment: Deployment, access: Access = NOB
             pools.decode.prompt_chunk if here else pools.prefill.max_batch_tokens,
             together=pools.decode.device == "cpu",
             here=here,
+            rounds=rounds,
         )
         blocks = Blocks(watch.blocks.get("prefill", 1), watch.blocks.get("decode", 1))
         return await measure(client, limits, blocks, lambda text: print(f"measuring {text}", file=sys.stderr))

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -94,15 +95,15 @@ async def test_pb_05_all_requests_fail() -> None:
 
 
 async def test_pb_05_a_step_of_the_wall_clock_changes_no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    hours = itertools.count(0, -3600)
-    monkeypatch.setattr("time.time", lambda: 1e9 + next(hours))  # back by an hour whenever somebody looks
+    real, steps = time.time, itertools.cycle((0.0, 100.0))
+    monkeypatch.setattr("time.time", lambda: real() + next(steps))  # forth and back whenever somebody looks
     router = MockRouter(lambda request: [(0.0, tokens(1)), (0.02, tokens(2, 3)), (0.0, finished())])
     async with serving(router) as address, Client(address) as client:
         samples = await bench.run_load(client, WORKLOAD, Plan(6, 0, 500.0, None, 0))
     result = summarise(samples, {})
     assert result["requests"]["completed"] == 6
     for metric in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
-        assert 0.0 <= result[metric]["mean"] <= result[metric]["p99"] < 120.0, metric
+        assert 0.0 <= result[metric]["p50"] <= result[metric]["p99"] < 90.0, metric
 
 
 def test_percentiles_are_those_of_numpys_default() -> None:

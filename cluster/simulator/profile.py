@@ -10,12 +10,14 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from ...proto.errors import ConfigError
-from ...proto.step_time import StepTime
+from ...proto.step_time import StepTime, StepTimeFit
 from ...router.placement.choose import Objectives
 from ..config import Config
 from ..planner.setup import site
 from ..spec import tightest
 from .spec import Cluster, DecodePool, LayeredTransfer, Overheads, PrefillPool, Rules
+
+_NEAR, _FEW = 2.5, 4.0  # times the batch that a law is wanted for; sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,20 @@ class Profile:
     prefill_slowed: float = 1.0  # time of a step with the other pool at work / alone, where both share a machine
     decode_slowed: float = 1.0
     prompts: StepTime | None = None  # b and c of prompts beside a decode worker's batch; None: as `prefill`
+    steps: tuple[tuple[float, float, float], ...] = ()  # of which `decode` is: sequences, their tokens, seconds
+
+    def around(self, batch: float) -> Profile:
+        """With the law of decode steps fitted to those of at most so many sequences and a few more: a straight line
+        from one sequence to the most is off by ten percent and more in between. Unchanged where too few are known."""
+        most = max(_FEW, _NEAR * batch)
+        near = [((1.0, sequences, tokens), seconds) for sequences, tokens, seconds in self.steps if sequences <= most]
+        if len({features[1] for features, _ in near}) < 3:
+            return self
+        fit = StepTimeFit()
+        for features, seconds in near:
+            fit.observe(features, seconds)
+        law = fit.solved()
+        return replace(self, decode=law) if law is not None else self
 
     def shared(self, prefill_busy: float, decode_busy: float) -> Profile:
         """The laws where the pools compute for these shares of the time."""
