@@ -60,6 +60,7 @@ KINDS = {  # what is served
     "aggregated": (f"router.placement.disaggregation={NEVER}",),  # one worker: the prefill worker has nothing to do
 }
 MISSED, FAILED, DISCARDED = 1, 2, 3
+_BATCH = 4  # of the step that two calibrations are compared in
 
 
 def _say(text: str) -> None:
@@ -119,8 +120,8 @@ def again(config: Config, folder: Path) -> tuple[dict[str, dict[str, Any]], floa
     before, after = (profiles.load(path) if path.exists() else None for path in _calibrations(folder))
     if before is None:
         return {}, None
-    prompt, context = round(config.workload.prompt_tokens.mean), round(config.workload.prompt_tokens.mean)
-    apart = differ(before, after, prompt, 8, context) if after is not None else None
+    prompt = round(config.workload.prompt_tokens.mean)
+    apart = differ(before.around(_BATCH), after.around(_BATCH), prompt, _BATCH, prompt) if after is not None else None
     found = between(before, after) if after is not None else before
     note = f"calibrations differ by {apart:.1%}" if apart is not None else "one calibration, before it"
     results = {}

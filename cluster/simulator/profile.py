@@ -17,7 +17,7 @@ from ..planner.setup import site
 from ..spec import tightest
 from .spec import Cluster, DecodePool, LayeredTransfer, Overheads, PrefillPool, Rules
 
-_NEAR, _FEW = 2.5, 4.0  # times the batch that a law is wanted for; sequences
+_BELOW, _ABOVE, _FEW = 6.0, 2.5, 4.0  # parts and times of the batch that a law is wanted for; sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Profile:
     steps: tuple[tuple[float, float, float], ...] = ()  # of which `decode` is: sequences, their tokens, seconds
 
     def around(self, batch: float) -> Profile:
-        """With the law of decode steps fitted to those of at most so many sequences and a few more: a straight line
-        from one sequence to the most is off by ten percent and more in between. Unchanged where too few are known."""
-        most = max(_FEW, _NEAR * batch)
-        near = [((1.0, sequences, tokens), seconds) for sequences, tokens, seconds in self.steps if sequences <= most]
+        """With the law of decode steps fitted to those of about so many sequences: a straight line from one sequence to
+        the most is off by ten percent and more in between. Unchanged where too few are known."""
+        least, most = batch / _BELOW, max(_FEW, _ABOVE * batch)
+        near = [((1.0, n, tokens), seconds) for n, tokens, seconds in self.steps if least <= n <= most]
         if len({features[1] for features, _ in near}) < 3:
             return self
         fit = StepTimeFit()
