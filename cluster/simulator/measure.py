@@ -82,7 +82,7 @@ def _profile(rig: Rig, seen: _Seen, blocks: Blocks) -> Profile:
     alone_s, besides_s = statistics.median(seen.alone), statistics.median(seen.besides)
     message_s = max(0.0, (besides_s - alone_s) / 2)
     noise = statistics.pstdev(residuals) * 3**0.5 if len(residuals) > 2 else 0.0
-    slows = [statistics.median(values) for values in zip(*seen.slows, strict=True)] or [1.0, 1.0]
+    slows = [max(1.0, statistics.fmean(values)) for values in zip(*seen.slows, strict=True)] or [1.0, 1.0]
     return Profile(
         "measured on the running cluster",
         _prefill_law(rig, seen),

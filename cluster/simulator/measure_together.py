@@ -13,8 +13,8 @@ from ...proto.step_time import StepTime, StepTimeFit
 from .measure_rig import Rig, timing_of
 
 _BATCH, _SHORT, _LENGTH = 4, 32, 256  # sequences, their prompts, and the prompts beside them
-_ALONE_S = 1.2
-_TOGETHER_S = 2.5
+_ALONE_S = 1.5
+_TOGETHER_S = 4.0
 _LEAST = 10  # tokens of a stream in a window
 
 
@@ -28,7 +28,7 @@ async def together(rig: Rig, prefill: StepTime, decode: StepTime) -> list[tuple[
     batch, length = min(_BATCH, rig.limits.max_sequences), min(_LENGTH, rig.limits.longest - 2)
     alone = [timing_of(await rig.prompt(length, 2)).prefill_s for _ in range(3)]
     step_s = decode.seconds((1.0, float(batch), batch * 2.0 * _SHORT))
-    output = min(rig.limits.longest - _SHORT, round((3 * _ALONE_S + 1.2 * _TOGETHER_S) / step_s))
+    output = min(rig.limits.longest - _SHORT, round((2 * _ALONE_S + 1.1 * _TOGETHER_S) / step_s))
     streams = [asyncio.create_task(rig.prompt(_SHORT, output)) for _ in range(batch)]
     await asyncio.sleep(_ALONE_S + batch * prefill.seconds(rig.features(_SHORT)))
     began, beside = time.monotonic(), list[float]()
@@ -42,8 +42,8 @@ async def together(rig: Rig, prefill: StepTime, decode: StepTime) -> list[tuple[
     if by_themselves is None or disturbed is None or not beside:
         return []
     share = min(1.0, sum(beside) / (ended - began))
-    slower = max(1.0, disturbed / by_themselves)
-    return [(max(1.0, statistics.median(beside) / statistics.median(alone)), 1 + (slower - 1) / max(share, 0.2))]
+    slower = disturbed / by_themselves
+    return [(statistics.median(beside) / statistics.median(alone), 1 + (slower - 1) / max(share, 0.2))]
 
 
 def _pace(
