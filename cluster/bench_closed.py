@@ -103,8 +103,7 @@ async def calibrate(config: Config, deployment: Deployment, access: Access = NOB
             models[0].max_model_len,
             pools.decode.max_sequences,
             pools.decode.prompt_chunk if here else pools.prefill.max_batch_tokens,
-            together=pools.decode.device == "cpu",
-            here=here,
+            together=pools.decode.device == "cpu" and not here,
             rounds=rounds,
         )
         blocks = Blocks(watch.blocks.get("prefill", 1), watch.blocks.get("decode", 1))

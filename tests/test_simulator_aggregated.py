@@ -8,7 +8,6 @@ import pytest
 from baton.cluster.simulator.request import Arrival
 from baton.cluster.simulator.run import Simulation
 from baton.cluster.simulator.spec import Cluster, Fail
-from baton.proto.step_time import StepTime
 from baton.tests.test_simulator_changes import TWO, check, load
 
 ONE = replace(TWO, aggregated=True, decode=replace(TWO.decode, replicas=1, blocks=400))
@@ -124,15 +123,3 @@ def test_what_a_decode_worker_computed_is_in_its_prefix_cache() -> None:
     law = TWO.prefill.law
     waits = [float(value) for value in results.values("ttft")]
     assert waits[0] - waits[1] > 0.5 * law.b * 152  # all but the last block is found
-
-    beside = replace(TWO.decode, replicas=1, prompt_law=replace_b(law, 10 * law.b))
-    busy = [Arrival(0.0, 8, 60), Arrival(0.1, 120, 2)]
-    slow, fast = (
-        Simulation(placed("never", decode=pool), busy).run().results.values("ttft")[0]
-        for pool in (beside, replace(beside, prompt_law=None))
-    )
-    assert float(slow) - float(fast) == pytest.approx(9 * law.b * 120, rel=0.05)
-
-
-def replace_b(law: StepTime, b: float) -> StepTime:
-    return StepTime(law.a, b, law.c)

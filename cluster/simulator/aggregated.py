@@ -35,7 +35,6 @@ class ComputingWorker(DecodeWorker):
         merge: bool = True,
     ) -> None:
         super().__init__(clock, front, cluster, peer, rng, named, merge)
-        self._alone_law = cluster.prefill.law  # of prompts while there is no batch
         self._prompts = PrefillScheduler(cluster.prompt_chunk)
         self._chunks: list[Chunk] = []  # of the step that runs
 
@@ -59,13 +58,10 @@ class ComputingWorker(DecodeWorker):
         if not self._chunks:
             super()._begin(steps, count)
             return
-        features = prefill_features([(start, stop) for _, start, stop in self._chunks])
-        if count:
-            _, tokens, squares = features
-            more_s = self._prompt_law.b * tokens + self._prompt_law.c * squares
-        else:
-            more_s = self._alone_law.seconds(features) - self.law.a
-        self._start(1, count, more_s)
+        law = self._prompt_law
+        _, tokens, squares = prefill_features([(start, stop) for _, start, stop in self._chunks])
+        alone = 0.0 if count else law.a - self.law.a
+        self._start(1, count, alone + law.b * tokens + law.c * squares)
 
     def _book(self, steps: int) -> None:
         super()._book(steps)

@@ -3,8 +3,7 @@
 - Prompts one by one, which go on to a decode worker as under load: time computing by length, what comes on top, and the
   KV's way. The same with one token, which take no decode worker: what the way over it adds.
 - Batches of a few sizes and contexts: the time between tokens while all of a batch run and no prompt is computed.
-- Both together, where pools share a machine: by how much each slows the other. Where decode workers compute prompts:
-  what these add to the steps of a batch.
+- Both together, where pools share a machine: by how much each slows the other.
 
 All of it in rounds, so that a machine that changes its speed meanwhile does so for everything; medians are fitted, as
 in `proto/step_time.py`: least squares of the relative error, no coefficient below 0.
@@ -22,8 +21,8 @@ from dataclasses import dataclass, field
 from ...client.api import Client
 from ...proto.errors import InternalError
 from ...proto.step_time import Features, StepTime, StepTimeFit
-from . import measure_together as both
 from .measure_rig import Limits, Rig, first_s, timing_of
+from .measure_together import together
 from .profile import Profile
 from .spec import LayeredTransfer, Overheads
 
@@ -52,7 +51,6 @@ class _Seen:
     alone: list[float] = field(default_factory=list)  # the same of prompts that take no decode worker
     steps: dict[tuple[int, int], list[tuple[Features, float]]] = field(default_factory=lambda: defaultdict(list))
     slows: list[tuple[float, float]] = field(default_factory=list)
-    beside: StepTimeFit = field(default_factory=StepTimeFit)
 
 
 async def measure(client: Client, limits: Limits, blocks: Blocks, say: Say) -> Profile:
@@ -66,12 +64,9 @@ async def measure(client: Client, limits: Limits, blocks: Blocks, say: Say) -> P
         say("batches")
         await _batches(rig, seen, prefill)
         decode = law_of(_medians(seen))
-        if limits.here:
-            say("prompts beside a batch")
-            await both.beside(rig, decode, seen.beside)
-        elif limits.together:
+        if limits.together:
             say("both at the same time")
-            seen.slows += await both.together(rig, prefill, decode)
+            seen.slows += await together(rig, prefill, decode)
     return _profile(rig, seen, blocks)
 
 
@@ -94,7 +89,6 @@ def _profile(rig: Rig, seen: _Seen, blocks: Blocks) -> Profile:
         min(noise, 0.2),
         slows[0],
         slows[1],
-        seen.beside.solved(),
         tuple((features[1], features[2], seconds) for features, seconds in steps),
     )
 
@@ -182,7 +176,6 @@ def between(one: Profile, other: Profile) -> Profile:
         (one.noise + other.noise) / 2,
         (one.prefill_slowed + other.prefill_slowed) / 2,
         (one.decode_slowed + other.decode_slowed) / 2,
-        _mean(one.prompts, other.prompts) if one.prompts and other.prompts else one.prompts or other.prompts,
         (*one.steps, *other.steps),
     )
 

@@ -27,7 +27,6 @@ class Limits:
     rounds: int = 2
     steps: int = 40  # of each batch
     together: bool = True  # also measure prompts and batches at the same time
-    here: bool = False  # prompts are computed by the decode worker, beside its batch
 
 
 class Rig:

@@ -1,4 +1,4 @@
-"""What prompts and batches of a running cluster do to each other: on one machine, or on one worker."""
+"""What the two pools of a running cluster do to each other where they share a machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from ...client.completion import Completion
-from ...proto.step_time import StepTime, StepTimeFit
+from ...proto.step_time import StepTime
 from .measure_rig import Rig, timing_of
 
 _BATCH, _SHORT, _LENGTH = 4, 32, 256  # sequences, their prompts, and the prompts beside them
@@ -60,21 +60,3 @@ def _pace(
                 expected += decode.seconds((1.0, float(batch), batch * float(_SHORT + number)))
                 count += 1
     return took / expected if count >= _LEAST * len(dones) else None
-
-
-async def beside(rig: Rig, decode: StepTime, fit: StepTimeFit) -> None:
-    """What chunks of prompts add to a decode worker's steps: the time of a prompt, less what the steps that it was part
-    of take without it."""
-    batch, output = min(_BATCH, rig.limits.max_sequences), rig.limits.longest // 4
-    streams = [asyncio.create_task(rig.prompt(_SHORT, output)) for _ in range(batch)]
-    began = time.monotonic()
-    await asyncio.sleep(0.3)
-    for length in itertools.cycle(length for length in rig.lengths(2) if length <= 1024):
-        done = await rig.prompt(length, 1)
-        if any(stream.done() for stream in streams):
-            break
-        said = (time.monotonic() - began) / decode.seconds((1.0, float(batch), batch * 2.0 * _SHORT))
-        step_s = decode.seconds((1.0, float(batch), batch * (_SHORT + min(said, output))))
-        chunks, tokens, squares = rig.features(length)
-        fit.observe((0.0, tokens, squares), timing_of(done).prefill_s - chunks * step_s)
-    await asyncio.gather(*streams)

@@ -34,7 +34,6 @@ class Profile:
     noise: float = 0.0
     prefill_slowed: float = 1.0  # time of a step with the other pool at work / alone, where both share a machine
     decode_slowed: float = 1.0
-    prompts: StepTime | None = None  # b and c of prompts beside a decode worker's batch; None: as `prefill`
     steps: tuple[tuple[float, float, float], ...] = ()  # of which `decode` is: sequences, their tokens, seconds
 
     def around(self, batch: float) -> Profile:
@@ -116,7 +115,6 @@ def cluster_of(config: Config, profile: Profile, sample_s: float | None) -> Clus
             profile.decode_blocks,
             pools.decode.max_sequences,
             pools.decode.prompt_chunk,
-            profile.prompts,
         ),
         block_size(config),
         profile.transfer,

@@ -36,7 +36,6 @@ class DecodePool:
     blocks: int
     max_sequences: int
     prompt_chunk: int = 128  # tokens of prompts that are computed here, in one step beside the batch
-    prompt_law: StepTime | None = None  # b and c: what chunks add to a step; None: those of the prefill law
 
 
 class Transfer(Protocol):
@@ -136,8 +135,8 @@ class Cluster:
     prefix_cache: bool = True
     noise: float = 0.0
     changes: Sequence[Change] = field(default=())
-    aggregated: bool = False  # workers of the decode pool compute prompts too, and there are no others; a step that
-    # does both takes what the decode law says and b and c of the prefill law more
+    aggregated: bool = False  # workers of the decode pool compute prompts too, and there are no others. A step that
+    # does both takes what the decode law says and b and c of the prefill law more, also where `rules` let it
     sample_s: float | None = None  # between two rows of the timeline; None: there is none
 
     @property
@@ -149,8 +148,3 @@ class Cluster:
     def prompt_chunk(self) -> int:
         """Prompt tokens of a step of the decode pool."""
         return self.prefill.max_batch_tokens if self.aggregated else self.decode.prompt_chunk
-
-    @property
-    def prompt_law(self) -> StepTime:
-        """Of prompts that the decode pool computes."""
-        return self.decode.prompt_law or self.prefill.law

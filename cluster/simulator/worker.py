@@ -62,9 +62,8 @@ class Worker:
     ) -> None:
         pool = cluster.prefill if self.role == "prefill" else cluster.decode
         self.clock, self.front, self.law = clock, front, pool.law
-        self._prompt_law, self._prompt_tokens = cluster.prompt_law, cluster.prompt_chunk
-        if self.role == "prefill":
-            self._prompt_law, self._prompt_tokens = cluster.prefill.law, cluster.prefill.max_batch_tokens
+        self._prompt_law = cluster.prefill.law
+        self._prompt_tokens = cluster.prefill.max_batch_tokens if self.role == "prefill" else cluster.prompt_chunk
         self.peer = peer
         size = cluster.block_size
         self.pool: BlockPool = BlockPool(pool.blocks, size, True) if named else CountedPool(pool.blocks, size)
