@@ -9,10 +9,16 @@ import pytest
 from baton.cluster import config_load
 from baton.cluster.cli import app
 from baton.cluster.planner import command, report
+from baton.cluster.planner.plans import Plan
+from baton.cluster.planner.setup import site
+from baton.cluster.planner.workload import from_config, slo_of
+from baton.cluster.simulator.confirm import arrivals_of, cluster_of
+from baton.cluster.simulator.run import simulate
 from baton.proto.errors import ConfigError
 from typer.testing import CliRunner
 
-TEACHING = str(Path(__file__).resolve().parent.parent / "configs" / "teaching-7b-a100.yaml")
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+TEACHING, NODE = str(CONFIGS / "teaching-7b-a100.yaml"), str(CONFIGS / "h100-node.yaml")
 
 
 def test_a_recorded_load_is_read_and_planned_for(tmp_path: Path) -> None:
@@ -38,6 +44,22 @@ def test_the_simulator_agrees_with_the_closed_forms_about_a_steady_load() -> Non
         assert one.plan.tpot.percentiles[0.5] == pytest.approx(tpot, rel=0.10)
         assert one.plan.ttft.percentiles[0.5] == pytest.approx(ttft, rel=0.30)
         assert not one.misses
+
+
+@pytest.mark.parametrize(
+    ("workers", "rate", "spread"), [(1, 8.0, 0.9), (1, 8.0, 0.0), (1, 14.0, 0.9), (1, 14.0, 0.0), (4, 56.0, 0.9)]
+)
+def test_prompts_that_share_steps_wait_as_long_as_the_closed_form_says(
+    workers: int, rate: float, spread: float
+) -> None:
+    """At utilisations of 0.4 and 0.7. Prompts of one step end together, which one after the other would not."""
+    lengths = [f"workload.prompt_tokens={{mean: 2000, cv: {spread}}}", "workload.output_tokens={mean: 100, cv: 0.5}"]
+    config = config_load.load(NODE, ["model.path=llama-3.1-8b", f"workload.rate={rate}/s", *lengths])
+    found, load = site(config), from_config(config)
+    plan = Plan("disaggregated", found.cost("prefill", 1), found.cost("decode", 1), (workers, 8), load, slo_of(config))
+    seen = simulate(cluster_of(plan), arrivals_of(load, requests=4000)).results.summary({})["ttft_s"]
+    assert plan.ttft.percentiles[0.99] == pytest.approx(seen["p99"], rel=0.15)
+    assert plan.ttft.percentiles[0.5] == pytest.approx(seen["p50"], rel=0.15)
 
 
 def test_the_command_says_what_was_simulated() -> None:
