@@ -158,7 +158,9 @@ def show(found: dict[tuple[str, str], dict[str, Any]], as_json: bool) -> bool:
         else:
             _details(f"{kind}, {name}: {result['measured']['requests']['completed']} requests", lines)
         title = f"{kind}, {name}"
-        for line in (line for line in lines if line.limit is not None):
+        for line in lines:
+            if line.limit is None:
+                continue
             error = line.error("simulated")
             good = error is not None and abs(error) <= line.limit
             kept = kept and good

@@ -129,7 +129,8 @@ def gain(setting: Setting) -> float:
         fit = site.hardware.efficiency.model_copy(update={"layer_s": EAGER_S})
         site = replace(site, hardware=site.hardware.model_copy(update={"efficiency": fit}))
     search = Search(site, setting.gpus, setting.degrees)
-    load = Workload(1.0, *map(Distribution.of, setting.lengths))
+    prompt, output = setting.lengths
+    load = Workload(1.0, Distribution.of(prompt), Distribution.of(output))
     slo = Slo({_SHARE: setting.limits[0]}, {_SHARE: setting.limits[1]}, _SHARE)
     split, whole = (goodput(kind, search, load, slo) for kind in ("disaggregated", "aggregated"))
     return split / whole

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-import pytest
 import pytest_asyncio
 from baton.client.api import Client
 from baton.cluster.bench import run_load
@@ -127,7 +126,6 @@ async def test_pb_04_the_router_and_its_client_agree_on_the_first_token(rig: Rou
     server_s = await rig.metric("baton_time_to_first_token_seconds_sum")
     assert seen.ttft_s is not None
     assert 0.2 <= server_s <= seen.ttft_s  # one message each way lies between them
-    assert seen.arrivals[0] == (pytest.approx(seen.sent_s + seen.ttft_s), 1)
     assert seen.arrivals[0][0] >= said[0]  # not with the message that only says that it was accepted
 
 
