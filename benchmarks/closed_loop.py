@@ -1,13 +1,13 @@
 """Is the prediction true? Clusters on this machine: calibrated, loaded, calibrated again, and simulated.
 
     .venv/bin/python benchmarks/closed_loop.py [--kinds pair aggregated] [--minutes 8] [--loads 0.5 0.8]
-        [--trace FILE [--window 600] [--trace-load 0.5]] [--config benchmarks/closed_loop.yaml] [--set KEY=VALUE]
+        [--trace FILE [--window 240] [--trace-load 0.5]] [--config benchmarks/closed_loop.yaml] [--set KEY=VALUE]
         [--out FOLDER] [--json]
     .venv/bin/python benchmarks/closed_loop.py --again FOLDER [--json]
 
 For one prefill and one decode worker, a core each, and for one worker that computes prompts beside its batch:
 
-1. The laws of the workers are measured (about a minute and a half on two cores); they say what the cluster can take.
+1. The laws of the workers are measured (under two minutes on two cores); they say what the cluster can take.
 2. Poisson arrivals at each share of that, and one window of the trace, at the speed that makes it `--trace-load`.
 3. The laws again. Where the two differ by more than `--discard` in a prompt or a step of the workload, the machine was
    not the same throughout, and the run says nothing: exit code 3.
@@ -229,10 +229,10 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=8.0, help="of each Poisson load")
     parser.add_argument("--loads", type=float, nargs="*", default=[0.5, 0.8], help="shares of the capacity")
     parser.add_argument("--trace", type=Path, help="a window of it is replayed")
-    parser.add_argument("--window", type=float, default=600.0, help="seconds of the trace")
+    parser.add_argument("--window", type=float, default=240.0, help="seconds that the replay of the trace lasts")
     parser.add_argument("--trace-load", type=float, default=0.5, help="share of the capacity that the window comes to")
     parser.add_argument("--discard", type=float, default=0.05, help="most that the calibrations may differ")
-    parser.add_argument("--rounds", type=int, default=4, help="of each calibration")
+    parser.add_argument("--rounds", type=int, default=3, help="of each calibration")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))

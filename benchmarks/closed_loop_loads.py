@@ -7,12 +7,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from baton.cluster.bench_plan import Plan
 from baton.cluster.config import Config
 from baton.cluster.simulator.profile import Profile
 from baton.cluster.simulator.request import Arrival
 from baton.cluster.simulator.workload import Load
+from baton.proto.errors import ConfigError
 from baton.router.placement.disaggregation import NEVER
 
 _WARM_UP = 8  # requests
@@ -66,13 +68,21 @@ def cases(config: Config, profile: Profile, options: argparse.Namespace) -> list
         load = Load(config.workload, rate=share * most, duration_s=length, seed=options.seed)
         found.append(Case(f"{share:.0%} of capacity", _plan(list(load.open().arrivals))))
     if options.trace is not None:
-        load = Load(config.workload, trace=options.trace, duration_s=options.window, contents=False)
-        recorded = [_within(arrival, config) for arrival in load.open().arrivals]
-        wanted = options.trace_load * most * _worth(config, profile, recorded)
-        speed = wanted / (len(recorded) / options.window)
-        found.append(
-            Case(f"{options.trace.stem}, x{speed:.2f}", _plan([replace(a, at=a.at / speed) for a in recorded]))
-        )
+        first = _window(config, options.trace, options.window)
+        wanted = options.trace_load * most * _worth(config, profile, first)
+        speed = wanted / (len(first) / options.window)
+        recorded = _window(config, options.trace, options.window * speed)  # lasts as long as was asked for
+        plan = _plan([replace(arrival, at=arrival.at / speed) for arrival in recorded])
+        found.append(Case(f"{options.trace.stem}, x{speed:.2f}", plan))
+    return found
+
+
+def _window(config: Config, trace: Path, length_s: float) -> list[Arrival]:
+    """Its first seconds, cut to what the configuration can hold. Raises ConfigError: nothing comes in them."""
+    load = Load(config.workload, trace=trace, duration_s=length_s, contents=False)
+    found = [_within(arrival, config) for arrival in load.open().arrivals]
+    if len(found) <= _WARM_UP:
+        raise ConfigError(f"--window: only {len(found)} requests of {trace} in {length_s:.0f} s")
     return found
 
 
