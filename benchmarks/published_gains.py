@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from baton.cluster import config_load
-from baton.cluster.config import Lengths
+from baton.cluster.config_workload import Lengths
 from baton.cluster.planner import setup
 from baton.cluster.planner.plans import Kind
 from baton.cluster.planner.search import Search

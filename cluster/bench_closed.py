@@ -20,7 +20,8 @@ from .bench_plan import Plan
 from .bench_stats import Sample, summarise
 from .bench_watch import Watch, watching
 from .comparison import SOURCES, comparison
-from .config import Config, WorkloadSection
+from .config import Config
+from .config_workload import WorkloadSection
 from .deployment import Deployment, running
 from .http_client import Origin
 from .model_check import ModelFacts

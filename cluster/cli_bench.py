@@ -26,7 +26,8 @@ from .cli_options import (
 if TYPE_CHECKING:
     from .access import Access
     from .bench_plan import Plan
-    from .config import Config, WorkloadSection
+    from .config import Config
+    from .config_workload import WorkloadSection
 
 HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="OUT.html", help="Write a report with plots.")]
 ProfileOption = Annotated[
@@ -112,7 +113,7 @@ def _against(
 
     if loaded is None:
         from .bench import with_address
-        from .config import SLOSection
+        from .config_workload import SLOSection
 
         if more.wanted:
             raise ConfigError(f"{more.wanted[0]} needs --config, which says what is to be simulated")

@@ -16,7 +16,7 @@ from baton.client.api import Client
 from baton.cluster import bench, bench_plan
 from baton.cluster.bench_plan import Plan
 from baton.cluster.bench_stats import Sample, distribution, percentile, summarise, window
-from baton.cluster.config import Lengths, SLOSection, WorkloadSection
+from baton.cluster.config_workload import Lengths, SLOSection, WorkloadSection
 from baton.cluster.simulator.synthetic import length
 from baton.proto import baton_pb2 as api
 from baton.proto.errors import ConfigError, Exhausted

@@ -14,7 +14,7 @@ import pytest_asyncio
 from baton.client.api import Client
 from baton.cluster.bench import run_load
 from baton.cluster.bench_plan import Plan
-from baton.cluster.config import Lengths, WorkloadSection
+from baton.cluster.config_workload import Lengths, WorkloadSection
 from baton.proto import baton_pb2 as api
 from baton.proto import worker_pb2 as pb
 from baton.tests.harness.router_rig import RouterRig, router_rig, say

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...proto.errors import ConfigError
-from ..config import WorkloadSection
+from ..config_workload import WorkloadSection
 from . import synthetic, traces
 from .request import Arrival
 
