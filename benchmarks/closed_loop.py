@@ -1,197 +1,226 @@
-"""Is the prediction true? One cluster on this machine: calibrated, loaded, calibrated again, and simulated.
+"""Is the prediction true? Clusters on this machine: calibrated, loaded, calibrated again, and simulated.
 
-    .venv/bin/python benchmarks/closed_loop.py [--minutes 8] [--loads 0.5 0.8] [--trace FILE [--window 600]
-        [--trace-load 0.5]] [--config benchmarks/closed_loop.yaml] [--set KEY=VALUE] [--out FOLDER] [--json]
+    .venv/bin/python benchmarks/closed_loop.py [--kinds pair aggregated] [--minutes 8] [--loads 0.5 0.8]
+        [--trace FILE [--window 240] [--trace-load 0.5]] [--config benchmarks/closed_loop.yaml] [--set KEY=VALUE]
+        [--out FOLDER] [--json]
+    .venv/bin/python benchmarks/closed_loop.py --again FOLDER [--json]
 
-1. The laws of both workers are measured (about a minute and a half on two cores); they say what the cluster can take.
+For one prefill and one decode worker, a core each, and for one worker that computes prompts beside its batch:
+
+1. The laws of the workers are measured (under two minutes on two cores); they say what the cluster can take.
 2. Poisson arrivals at each share of that, and one window of the trace, at the speed that makes it `--trace-load`.
 3. The laws again. Where the two differ by more than `--discard` in a prompt or a step of the workload, the machine was
    not the same throughout, and the run says nothing: exit code 3.
 4. The *recorded* arrivals and lengths of each load in the simulator, with the mean of both calibrations. The errors are
-   printed beside what they may be: TPOT p50 5 %, TTFT p50 15 %, TTFT p99 30 %, goodput 10 %. Exit code 1 where one is
-   more. `--out` keeps a report, the record and both calibrations.
+   printed beside what they may be: TPOT p50 5 %, TTFT p50 15 %, TTFT p99 30 %, goodput 10 %, in one table at the end.
+   Exit code 1 where one is more, 2 where a load failed.
 
-Takes minutes x loads, the window and four minutes more; nothing else may run on the machine meanwhile.
+Everything is kept in `--out` (default: a new temporary folder) as it comes: calibrations, records, JSON and reports.
+`--again` makes the tables from such a folder, also from one of a run that was cut, with the calibrations that it has.
+Takes (minutes x loads, the window and four minutes more) for each kind; nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import math
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from baton.benchmarks.closed_loop_loads import Case, cases
 from baton.benchmarks.interference import SETTINGS
 from baton.cluster import config_load
 from baton.cluster.bench_closed import calibrate, load_of, loaded
-from baton.cluster.bench_compare import compare, recorded, with_blocks, write_record
+from baton.cluster.bench_compare import compare, read_record, recorded, with_blocks, write_record
 from baton.cluster.bench_plan import Plan
+from baton.cluster.bench_stats import Sample
+from baton.cluster.bench_watch import Watch
 from baton.cluster.comparison import SOURCES, Line, comparison
 from baton.cluster.config import Config
 from baton.cluster.deployment import running
 from baton.cluster.driver import run
 from baton.cluster.planned import planned
 from baton.cluster.report_page import write_page
+from baton.cluster.simulator import profile as profiles
 from baton.cluster.simulator.measure import between, differ
-from baton.cluster.simulator.profile import Profile, to_fields
-from baton.cluster.simulator.request import Arrival
-from baton.cluster.simulator.workload import Load
+from baton.cluster.simulator.profile import Profile
+from baton.proto.errors import BatonError
+from baton.router.placement.disaggregation import NEVER
+from rich.console import Console
+from rich.table import Table
 
-DISCARDED = 3
-_WARM_UP = 8  # requests
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A load of the cluster."""
-
-    name: str
-    plan: Plan
+KINDS = {  # what is served
+    "pair": (),  # one prefill and one decode worker
+    "aggregated": (f"router.placement.disaggregation={NEVER}",),  # one worker: the prefill worker has nothing to do
+}
+MISSED, FAILED, DISCARDED = 1, 2, 3
+_BATCH = 4  # of the step that two calibrations are compared in
 
 
-def capacity(config: Config, profile: Profile) -> float:
-    """Requests a second of the workload that the slower pool can just take, if each prompt has steps of its own.
-
-    A decode worker with b sequences of c tokens says b/(a + b*(b' + c'*c)) tokens a second, which grows with b up to
-    the most that it runs at the same time, or has blocks for.
-    """
-    draws = list(Load(config.workload, requests=2000).open().arrivals)
-    first = config.pools.prefill.replicas / _prompt_s(config, profile, draws)
-    context = sum(a.prompt + a.output / 2 for a in draws) / len(draws)
-    room = math.floor(profile.decode_blocks * config.kv.block_size / context)
-    batch = min(config.pools.decode.max_sequences, room)
-    step = profile.decode.seconds((1.0, float(batch), batch * context))
-    return min(first, batch / step / _output(draws) * config.pools.decode.replicas)
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def _prompt_s(config: Config, profile: Profile, arrivals: Sequence[Arrival]) -> float:
-    """Mean seconds of computing a prompt."""
-    most = config.pools.prefill.max_batch_tokens
-    steps = [(float(-(-a.prompt // most)), float(a.prompt), float(a.prompt**2)) for a in arrivals]
-    return sum(map(profile.prefill.seconds, steps)) / len(arrivals)
-
-
-def _output(arrivals: Sequence[Arrival]) -> float:
-    """Mean tokens of an answer."""
-    return sum(a.output for a in arrivals) / len(arrivals)
-
-
-def cases(config: Config, profile: Profile, options: argparse.Namespace) -> list[Case]:
-    """The loads, in order."""
-    most, length = capacity(config, profile.shared(1.0, 1.0)), 60 * options.minutes
-    print(f"capacity: {most:.2f} requests/s", file=sys.stderr)
-    found = []
-    for share in options.loads:
-        load = Load(config.workload, rate=share * most, duration_s=length, seed=options.seed)
-        found.append(Case(f"{share:.0%} of capacity", _plan(list(load.open().arrivals))))
-    if options.trace is not None:
-        load = Load(config.workload, trace=options.trace, duration_s=options.window, contents=False)
-        recorded = [_within(arrival, config) for arrival in load.open().arrivals]
-        wanted = options.trace_load * most * _worth(config, profile, recorded)
-        speed = wanted / (len(recorded) / options.window)
-        found.append(
-            Case(f"{options.trace.stem}, x{speed:.2f}", _plan([replace(a, at=a.at / speed) for a in recorded]))
-        )
-    return found
-
-
-def _plan(arrivals: list[Arrival]) -> Plan:
-    return Plan(len(arrivals) - _WARM_UP, _WARM_UP, None, None, 0, tuple(arrivals))
-
-
-def _within(arrival: Arrival, config: Config) -> Arrival:
-    """Cut to what the configuration's model and pool can hold."""
-    most = config.model.max_model_len or 2048
-    prompt = min(arrival.prompt, most * 3 // 4)
-    return replace(arrival, prompt=prompt, output=max(1, min(arrival.output, most - prompt)))
-
-
-def _worth(config: Config, profile: Profile, arrivals: Sequence[Arrival]) -> float:
-    """Requests of the trace that cost the slower pool as much as one of the workload."""
-    draws = list(Load(config.workload, requests=2000).open().arrivals)
-    prompts = _prompt_s(config, profile, draws) / _prompt_s(config, profile, arrivals)
-    return min(prompts, _output(draws) / _output(arrivals))
-
-
-async def measure(config: Config, options: argparse.Namespace) -> int:
-    """Everything on one cluster. Returns the exit code."""
-    results: list[tuple[Case, dict[str, Any]]] = []
+async def measure(config: Config, folder: Path, options: argparse.Namespace) -> bool:
+    """Everything on one cluster, kept in the folder. False: a load failed."""
+    fine = True
     async with running(config, "model", lambda *_: None) as deployment:
-        before = await calibrate(config, deployment)
-        runs = []
+        before = await calibrate(config, deployment, rounds=options.rounds)
+        _keep_profile(folder / "before.yaml", before)
         for case in cases(config, before, options):
-            began = time.monotonic()
-            samples, watch = await loaded(deployment, config.workload, case.plan)
-            print(f"{case.name}: {len(samples)} requests in {time.monotonic() - began:.0f} s", file=sys.stderr)
-            runs.append((case, samples, watch))
-        after = await calibrate(config, deployment)
-    workload = config.workload
-    prompt, context = round(workload.prompt_tokens.mean), round(workload.prompt_tokens.mean)
-    apart = differ(before, after, prompt, 8, context)
-    profile = between(before, after)
-    for case, samples, watch in runs:
-        load = {**load_of(case.plan, workload), "workload": case.name, "notes": [f"calibrations differ by {apart:.1%}"]}
-        found = with_blocks(profile, watch)
-        result = compare(config, found, samples, watch, load, planned(config, found, recorded(samples)))
-        results.append((case, result))
-        if options.out is not None:
-            _keep(options.out, case, result)
-            write_record(options.out / f"{_slug(case)}.jsonl", samples)
-    if options.out is not None:
-        for name, found in (("before", before), ("after", after)):
-            (options.out / f"profile_{name}.yaml").write_text(yaml.safe_dump(to_fields(found)))
-    kept = [_show(case, result, options.json) for case, result in results]
-    print(f"calibrations before and after differ by {apart:.1%}", file=sys.stderr)
-    if apart > options.discard:
-        print(f"more than {options.discard:.0%}: this run says nothing, repeat it", file=sys.stderr)
-        return DISCARDED
-    return 0 if all(kept) else 1
+            _say(f"{case.name}: {len(case.plan.recorded or ())} requests in {_last_s(case):.0f} s")
+            try:
+                samples, watch = await loaded(deployment, config.workload, case.plan)
+            except BatonError as error:
+                _say(f"{case.name} failed: {error}")
+                fine = False
+                continue
+            write_record(folder / f"{_slug(case.name)}.jsonl", samples)
+            found = with_blocks(before, watch)
+            _keep(folder, case.name, _compared(config, case.name, found, samples, watch, "one calibration, before it"))
+        _keep_profile(folder / "after.yaml", await calibrate(config, deployment, rounds=options.rounds))
+    return fine
 
 
-def _slug(case: Case) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in case.name)
+def _last_s(case: Case) -> float:
+    return case.plan.recorded[-1].at if case.plan.recorded else 0.0
 
 
-def _keep(folder: Path, case: Case, result: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{_slug(case)}.json").write_text(json.dumps(result))
-    write_page(folder / f"{_slug(case)}.html", result)
+def _keep_profile(path: Path, profile: Profile) -> None:
+    path.write_text(yaml.safe_dump(profiles.to_fields(profile)))
 
 
-def _show(case: Case, result: dict[str, Any], as_json: bool) -> bool:
-    """Prints a load's lines; whether all that have a limit keep it."""
-    lines = comparison(result)
-    held = [_verdict(line) for line in lines]
-    if as_json:
-        rows = {line.label: {**line.values, "error": line.error("simulated"), "limit": line.limit} for line in lines}
-        print(json.dumps({"load": case.name, "lines": rows}), flush=True)
-        return all(verdict is not False for verdict in held)
-    print(f"{case.name}: {result['measured']['requests']['completed']} requests")
-    for line, verdict in zip(lines, held, strict=True):
-        error = line.error("simulated")
-        word = "" if verdict is None else f"  limit {line.limit:.0%}: {'kept' if verdict else 'MISSED'}"
-        shown = "-" if error is None else f"{error:+.1%}"
+def _compared(
+    config: Config, name: str, found: Profile, samples: Sequence[Sample], watch: Watch | None, note: str
+) -> dict[str, Any]:
+    plan = Plan(len(samples), 0, None, None, 0, tuple(recorded(samples)))
+    load = {**load_of(plan, config.workload), "workload": name, "notes": [note]}
+    return compare(config, found, samples, watch, load, planned(config, found, recorded(samples)))
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+def _keep(folder: Path, name: str, result: dict[str, Any]) -> None:
+    (folder / f"{_slug(name)}.json").write_text(json.dumps(result))
+    write_page(folder / f"{_slug(name)}.html", result)
+    _say(f"{name}: kept in {folder}")
+
+
+def again(config: Config, folder: Path) -> tuple[dict[str, dict[str, Any]], float | None]:
+    """Simulated once more, with the mean of the calibrations that the folder has: results by name of the load, and how
+    much the calibrations differ; None: there is only the first."""
+    before, after = (profiles.load(path) if path.exists() else None for path in _calibrations(folder))
+    if before is None:
+        return {}, None
+    prompt = round(config.workload.prompt_tokens.mean)
+    apart = differ(before.around(_BATCH), after.around(_BATCH), prompt, _BATCH, prompt) if after is not None else None
+    found = between(before, after) if after is not None else before
+    note = f"calibrations differ by {apart:.1%}" if apart is not None else "one calibration, before it"
+    results = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        name, timeline = path.stem, None
+        with contextlib.suppress(OSError):
+            kept = json.loads(path.with_suffix(".json").read_text())
+            name, timeline = kept["load"]["workload"], kept["timeline"]["measured"]
+        results[name] = _compared(config, name, found, read_record(path), None, note)
+        if timeline is not None:
+            results[name]["timeline"]["measured"] = timeline
+        _keep(folder, name, results[name])
+    return results, apart
+
+
+def _calibrations(folder: Path) -> tuple[Path, Path]:
+    return folder / "before.yaml", folder / "after.yaml"
+
+
+def show(found: dict[tuple[str, str], dict[str, Any]], as_json: bool) -> bool:
+    """Prints all lines of all loads, and the table of those that have a limit; whether all keep it."""
+    table = Table()
+    headings = ("", "", "measured", "simulated", "error", "limit", "", "planned", "error")
+    for heading in headings:
+        table.add_column(heading, justify="left" if not heading else "right")
+    kept = True
+    for (kind, name), result in found.items():
+        lines = comparison(result)
+        if as_json:
+            rows = {
+                line.label: {**line.values, "error": line.error("simulated"), "limit": line.limit} for line in lines
+            }
+            print(json.dumps({"kind": kind, "load": name, "lines": rows}), flush=True)
+        else:
+            _details(f"{kind}, {name}: {result['measured']['requests']['completed']} requests", lines)
+        title = f"{kind}, {name}"
+        for line in lines:
+            if line.limit is None:
+                continue
+            error = line.error("simulated")
+            good = error is not None and abs(error) <= line.limit
+            kept = kept and good
+            cells = (line.text("measured"), line.text("simulated"), _percent(error), f"{line.limit:.0%}")
+            others = ("kept" if good else "MISSED", line.text("planned"), _percent(line.error("planned")))
+            table.add_row(title, line.label, *cells, *others)
+            title = ""
+    Console(file=sys.stderr if as_json else sys.stdout, highlight=False, width=140).print(table)
+    return kept
+
+
+def _details(title: str, lines: Sequence[Line]) -> None:
+    print(title)
+    for line in lines:
         values = "  ".join(f"{source} {line.text(source):>12}" for source in SOURCES)
-        print(f"  {line.label:24} {values}  {shown:>8}{word}")
-    return all(verdict is not False for verdict in held)
+        print(f"  {line.label:24} {values}  {_percent(line.error('simulated')):>8}")
 
 
-def _verdict(line: Line) -> bool | None:
-    """Whether a line that has a limit keeps it."""
-    error = line.error("simulated")
-    return None if line.limit is None or error is None else abs(error) <= line.limit
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.1%}"
+
+
+def settings_of(kind: str, options: argparse.Namespace) -> Config:
+    """The configuration of a kind."""
+    return config_load.load(str(options.config), [*SETTINGS, *KINDS[kind], *options.set])
+
+
+async def everything(options: argparse.Namespace, folder: Path) -> int:
+    """All kinds, one after the other. Returns FAILED where something did."""
+    fine = True
+    for kind in options.kinds:
+        _say(f"{kind}: starting and measuring")
+        try:
+            (folder / kind).mkdir(parents=True, exist_ok=True)
+            fine = await measure(settings_of(kind, options), folder / kind, options) and fine
+        except BatonError as error:
+            _say(f"{kind} failed: {error}")
+            fine = False
+    return 0 if fine else FAILED
 
 
 def main(options: argparse.Namespace) -> int:
     """The exit code."""
-    config = config_load.load(str(options.config), [*SETTINGS, *options.set])
-    return run(measure(config, options))
+    folder = options.again or options.out or Path(tempfile.mkdtemp(prefix="closed-loop-"))
+    code = 0
+    if options.again is None:
+        _say(f"everything is kept in {folder}")
+        code = run(everything(options, folder))
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for kind in options.kinds:
+        if (folder / kind).is_dir():
+            results, apart = again(settings_of(kind, options), folder / kind)
+            found.update({(kind, name): result for name, result in results.items()})
+            if apart is not None:
+                _say(f"{kind}: calibrations before and after differ by {apart:.1%}")
+                if apart > options.discard:
+                    _say(f"more than {options.discard:.0%}: {kind} says nothing, repeat it")
+                    code = code or DISCARDED
+    kept = show(found, options.json)
+    return code or (0 if kept and found else MISSED)
 
 
 if __name__ == "__main__":
@@ -200,11 +229,14 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=8.0, help="of each Poisson load")
     parser.add_argument("--loads", type=float, nargs="*", default=[0.5, 0.8], help="shares of the capacity")
     parser.add_argument("--trace", type=Path, help="a window of it is replayed")
-    parser.add_argument("--window", type=float, default=600.0, help="seconds of the trace")
+    parser.add_argument("--window", type=float, default=240.0, help="seconds that the replay of the trace lasts")
     parser.add_argument("--trace-load", type=float, default=0.5, help="share of the capacity that the window comes to")
     parser.add_argument("--discard", type=float, default=0.05, help="most that the calibrations may differ")
+    parser.add_argument("--rounds", type=int, default=3, help="of each calibration")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--out", type=Path, help="folder for reports, records and calibrations")
+    parser.add_argument("--again", type=Path, metavar="FOLDER", help="no load: the tables of what was kept there")
     parser.add_argument("--json", action="store_true")
     sys.exit(main(parser.parse_args()))

@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/disaggregation.py [--seconds 60] [--json]
 
 Chat: short prompts, and as many tokens out; summaries: long prompts; and a mixture, one of seven being long. Requests
-come as a Poisson process, on four prefill and four decode workers and on one prefill and four decode workers
-(`placement_cluster.py`; the laws of `placement.py`). What is compared is the mean time to a request's last token.
+come as a Poisson process, on four prefill and four decode workers and on one prefill and four decode workers of the
+simulator (`cluster/simulator/`; the laws of `placement.py`). What is compared is the mean time to a request's last
+token.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
-from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from baton.benchmarks.placement import BLOCK, CHUNK, DECODE, PREFILL
-from baton.benchmarks.placement_cluster import Cluster
-from baton.benchmarks.placement_workers import Machine, Request
+from baton.benchmarks.placement import cluster
+from baton.cluster.simulator.request import Arrival
+from baton.cluster.simulator.run import simulate
 from baton.router.placement.choose import Objectives
 from baton.router.placement.disaggregation import POLICIES
 
@@ -45,35 +44,32 @@ class Row:
     on_decode: float  # prompts that were computed where they are decoded
 
 
-def work(kind: str, rate: float, seconds: float, seed: int = 0) -> Iterator[Request]:
+def work(kind: str, rate: float, seconds: float, seed: int = 0) -> Iterator[Arrival]:
     """Requests in order of arrival; no two prompts begin alike."""
-    rng, at, number = random.Random(seed), 0.0, 0
+    rng, at = random.Random(seed), 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
         long = rng.random() < KINDS[kind]
         median, spread, most = (7300.0, 0.5, 30000) if long else (200.0, 0.8, 3000)
         tokens = min(most, 1 + int(median * rng.lognormvariate(0.0, spread)))
         output = min(1000, 2 + int(120 * rng.lognormvariate(0.0, 0.6)))
-        yield Request(number, at, array("q", [number]) * tokens, output)
-        number += 1
+        yield Arrival(at, tokens, output)
 
 
 def measure(kind: str, prefills: int, rate: float, disaggregation: str, seconds: float) -> Row:
     """One run."""
-    machine = Machine(prefills, 4, _POOL, BLOCK, 8192, CHUNK, PREFILL, DECODE)
     names = "least_loaded", "least_loaded"
-    cluster = Cluster(machine, names, Objectives(None, None), told=True, seed=1, disaggregation=disaggregation)
-    for worker in (*cluster.prefills.values(), *cluster.decodes.values()):
-        worker.warm_up()
-    served = cluster.run(work(kind, rate, seconds))
+    made = cluster((prefills, 4), _POOL, names, Objectives(None, None), told=True, where=disaggregation)
+    results = simulate(made, work(kind, rate, seconds), seed=1).results
+    means = {metric: float(results.values(metric).mean(dtype=float)) for metric in ("e2e", "ttft", "tpot")}
     return Row(
         kind=kind,
         prefills=prefills,
         rate=rate,
         disaggregation=disaggregation,
-        latency_mean=statistics.mean(request.latency for request in served),
-        ttft_mean=statistics.mean(request.ttft for request in served),
-        tpot_mean=statistics.mean(request.tpot for request in served),
-        on_decode=cluster.computed_on_decode / len(served),
+        latency_mean=means["e2e"],
+        ttft_mean=means["ttft"],
+        tpot_mean=means["tpot"],
+        on_decode=results.on_decode / results.measured,
     )
 
 

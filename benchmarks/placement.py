@@ -5,8 +5,8 @@
 
 The trace is in Mooncake's format, a line a request: {"timestamp" (ms), "input_length", "output_length", "hash_ids"};
 equal ids stand for equal blocks of 512 tokens. Its stamps are rounded to 3 s; arrivals are spread over these. Every row
-runs the whole trace on workers with block pools of their own (`placement_cluster.py`). `--speed 2` has it arrive twice
-as fast. Where objectives are given, goodput counts what kept both, and `latency_aware` refuses what it expects to miss.
+runs the whole trace through the simulator (`cluster/simulator/`). `--speed 2` has it arrive twice as fast. Where
+objectives are given, goodput counts what kept both, and `latency_aware` refuses what it expects to miss.
 A policy is PREFILL/DECODE or one name for both; `+guess` after it: routers go by what they sent.
 """
 
@@ -14,21 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import time
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from baton.benchmarks.placement_cluster import Cluster
-from baton.benchmarks.placement_workers import Machine, Request, Worker
+import numpy as np
+from baton.cluster.simulator import traces
+from baton.cluster.simulator.decode import DecodeWorker
+from baton.cluster.simulator.request import Arrival
+from baton.cluster.simulator.results import Results
+from baton.cluster.simulator.run import Simulation
+from baton.cluster.simulator.spec import Cluster, DecodePool, LayeredTransfer, PrefillPool, Rules
+from baton.cluster.simulator.worker import Worker
 from baton.proto.step_time import StepTime
 from baton.router.placement.choose import Objectives
 from baton.router.placement.disaggregation import ALWAYS, POLICIES
 
-BLOCK, ROUNDED_S = 512, 3.0
+BLOCK, NOISE = 512, 0.05
 CHUNK = 512  # prompt tokens that a decode worker computes beside its batch in a step: 36 ms
 # Llama-3-70B, bfloat16, on four H100 a worker, by the roofline: 140 GFLOP a token at half of 4 PFLOP/s; 140 GB of
 # weights and 0.33 MB of KV a token at 9.4 TB/s.
@@ -57,59 +61,73 @@ class Row:
     run_s: float
 
 
-def read(path: Path, speed: float, most: int | None) -> Iterator[Request]:
-    """The trace's requests in order of arrival."""
-    rng = random.Random(0)
-    lines = [json.loads(line) for line in path.read_text().splitlines()][:most]
-    stamps = sorted((line["timestamp"] / 1000 + rng.random() * ROUNDED_S, number) for number, line in enumerate(lines))
-    for at, number in stamps:
-        line = lines[number]
-        prompt = array("q")
-        for block in line["hash_ids"]:
-            prompt.extend(array("q", [block]) * BLOCK)
-        yield Request(number, at / speed, prompt[: line["input_length"]], max(1, line["output_length"]))
+def read(path: Path, speed: float, most: int | None) -> Iterator[Arrival]:
+    """The trace's requests in order of arrival. Raises ConfigError."""
+    return traces.load(path, traces.Options(speed=speed, requests=most)).arrivals
+
+
+def cluster(
+    replicas: tuple[int, int], pool: int, names: tuple[str, str], objectives: Objectives, told: bool, where: str
+) -> Cluster:
+    """Workers of the model above, with so many tokens of KV each; transfers are hidden, messages take no time.
+    `where`: `router.placement.disaggregation`."""
+    blocks, endless = pool // BLOCK, 1e9
+    return Cluster(
+        PrefillPool(replicas[0], PREFILL, blocks, 8192, 2),
+        DecodePool(replicas[1], DECODE, blocks, 1 << 20, CHUNK),
+        BLOCK,
+        LayeredTransfer(0.0, 0.0, 1),
+        Rules(*names, told, objectives, 1 << 30, endless, endless, endless, 3, where),
+        noise=NOISE,
+    )
 
 
 def measure(
-    policy: str, pool: int, requests: Iterator[Request], objectives: Objectives, disaggregation: str = ALWAYS
+    policy: str, pool: int, requests: Iterator[Arrival], objectives: Objectives, disaggregation: str = ALWAYS
 ) -> Row:
     """One run. The objectives bind only policies that know latencies."""
     names, _, how = policy.partition("+")
     prefill, _, decode = names.partition("/")
-    machine = Machine(4, 4, pool, BLOCK, 8192, CHUNK, PREFILL, DECODE)
-    cluster = Cluster(machine, (prefill, decode or prefill), objectives, how != "guess", 1, disaggregation)
+    placed = (prefill, decode or prefill)
+    run = Simulation(
+        cluster((4, 4), pool, placed, objectives, how != "guess", disaggregation), requests, seed=1, named=True
+    )
     began = time.perf_counter()
-    all_of_them = cluster.run(requests)
-    served = [request for request in all_of_them if request.first_at is not None]
-    ttft, tpot = sorted(r.ttft for r in served), sorted(r.tpot for r in served)
-    good = sum(r.ttft <= (objectives.ttft_s or 1e9) and r.tpot <= (objectives.tpot_s or 1e9) for r in served)
+    results = run.run().results
+    strict = {name: {"p99": s} for name, s in (("ttft", objectives.ttft_s), ("tpot", objectives.tpot_s)) if s}
+    ttft, latency = (quantiles(results, metric) for metric in ("ttft", "e2e"))
+    pools: dict[str, list[Worker]] = {"prefill": [], "decode": []}
+    for worker in run.gone:
+        pools[worker.role].append(worker)
+    good = results.good(strict)
     return Row(
         policy=policy if disaggregation == ALWAYS else f"{policy}@{disaggregation}",
         pool=pool,
-        hit_rate=_rate(cluster.prefills.values()),
-        decode_hit_rate=_rate(cluster.decodes.values()),
-        ttft_p50=_percentile(ttft, 0.5),
-        ttft_p90=_percentile(ttft, 0.9),
-        ttft_p99=_percentile(ttft, 0.99),
-        tpot_p90=_percentile(tpot, 0.9),
-        latency_mean=statistics.mean(request.latency for request in served),
-        latency_p90=_percentile(sorted(request.latency for request in served), 0.9),
-        on_decode=cluster.computed_on_decode / len(all_of_them),
-        prefill_imbalance=_imbalance([worker.busy_s for worker in cluster.prefills.values()]),
-        decode_imbalance=_imbalance([worker.sequence_s for worker in cluster.decodes.values()]),
-        refused=len(cluster.refused),
-        goodput=good / all_of_them[-1].at,
+        hit_rate=_rate(pools["prefill"]),
+        decode_hit_rate=_rate(pools["decode"]),
+        ttft_p50=ttft[0],
+        ttft_p90=ttft[1],
+        ttft_p99=ttft[2],
+        tpot_p90=quantiles(results, "tpot")[1],
+        latency_mean=float(results.values("e2e").mean(dtype=float)),
+        latency_p90=latency[1],
+        on_decode=results.on_decode / results.measured,
+        prefill_imbalance=_imbalance([worker.busy_s for worker in pools["prefill"]]),
+        decode_imbalance=_imbalance([worker.sequence_s for worker in run.gone if isinstance(worker, DecodeWorker)]),
+        refused=results.all_refused,
+        goodput=(1.0 if good is None else good) * results.measured / max(results.sent_s),
         run_s=time.perf_counter() - began,
     )
+
+
+def quantiles(results: Results, metric: str) -> list[float]:
+    """p50, p90, p99 of a metric."""
+    return [float(value) for value in np.quantile(results.values(metric), [0.5, 0.9, 0.99])]
 
 
 def _rate(workers: Iterable[Worker]) -> float:
     pools = [worker.pool for worker in workers]
     return sum(p.prefix_hit_tokens for p in pools) / max(1, sum(p.prefix_query_tokens for p in pools))
-
-
-def _percentile(ordered: list[float], part: float) -> float:
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 
 def _imbalance(loads: list[float]) -> float:

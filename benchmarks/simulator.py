@@ -5,9 +5,10 @@
 
 First the trace on 16 prefill and 16 decode workers of Llama-3.1-8B on H100, then `--requests` of its lengths at
 `--rate` on pools of `--workers` each, for growing numbers of requests: a straight line through them says that time is
-linear.
-`--hour` runs one hour of that, as `--requests 10800000`. Placement is `power_of_two` on the large pools, as any that
-looks at all of a thousand workers for each request takes longer for it, live as here.
+linear. `--hour` runs one hour of that, as `--requests 10800000`, about half an hour of CPU time. Each simulated minute
+is said on stderr; a run that is cut (SIGINT, SIGTERM) says how far it came, adds no row and ends with exit code 1.
+Placement is `power_of_two` on the large pools, as any that looks at all of a thousand workers for each request takes
+longer for it, live as here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import itertools
 import json
 import random
 import resource
+import signal
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -27,10 +30,11 @@ from baton.cluster.charts import Axis, Series, chart
 from baton.cluster.config import Config
 from baton.cluster.simulator import profile, synthetic, traces
 from baton.cluster.simulator.request import Arrival
-from baton.cluster.simulator.run import simulate
+from baton.cluster.simulator.run import Simulation
 
 CONFIG = Path(__file__).parent.parent / "configs" / "h100-node.yaml"
 HOUR_S = 3600
+_SAID_S = 60.0  # of traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,21 @@ def configuration(workers: int, placement: str) -> Config:
 
 
 def measure(load: str, workers: int, placement: str, arrivals: Iterable[Arrival]) -> Row:
-    """One run on as many workers in both pools."""
+    """One run on as many workers in both pools. Raises KeyboardInterrupt when it is cut."""
     config = configuration(workers, placement)
     cluster = profile.cluster_of(config, profile.predicted(config), None)
     began = time.thread_time()
-    outcome = simulate(cluster, arrivals)
+
+    def so_far(run: Simulation) -> str:
+        done, spent = len(run.results), time.thread_time() - began
+        return f"{run.clock.now:.0f} s of traffic, {done} requests, {spent:.1f} s of CPU, at most {_peak_mib():.0f} MiB"
+
+    run = Simulation(cluster, arrivals, every=(_SAID_S, lambda run: _say(so_far(run))))
+    try:
+        outcome = run.run()
+    except KeyboardInterrupt:
+        _say(f"cut after {so_far(run)}")
+        raise
     spent = time.thread_time() - began
     count, summary = len(outcome.results), outcome.results.summary({})
     return Row(
@@ -78,8 +92,16 @@ def measure(load: str, workers: int, placement: str, arrivals: Iterable[Arrival]
         outcome.events / count,
         1000 * summary["ttft_s"]["p50"],
         1000 * summary["tpot_s"]["p50"],
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        _peak_mib(),
     )
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def poisson(rate: float, lengths: list[tuple[int, int]], count: int) -> Iterable[Arrival]:
@@ -141,4 +163,8 @@ if __name__ == "__main__":
     parser.add_argument("--hour", action="store_true")
     parser.add_argument("--html", type=Path)
     parser.add_argument("--json", action="store_true")
-    main(parser.parse_args())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main(parser.parse_args())
+    except KeyboardInterrupt:
+        sys.exit(1)

@@ -21,7 +21,8 @@ from ..proto.errors import BatonError
 from .access import NOBODY, Access
 from .bench_plan import Plan
 from .bench_stats import Sample, summarise
-from .config import Config, SLOSection, WorkloadSection
+from .config import Config
+from .config_workload import SLOSection, WorkloadSection
 from .deployment import running
 from .model_check import ModelFacts
 from .output import results, say

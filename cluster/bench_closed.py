@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..client.retry import Retry
+from ..router.placement.disaggregation import NEVER
 from .access import NOBODY, Access
 from .bench import load_fields, print_table, run_load
 from .bench_compare import compare, recorded, with_blocks, write_record
@@ -19,7 +20,8 @@ from .bench_plan import Plan
 from .bench_stats import Sample, summarise
 from .bench_watch import Watch, watching
 from .comparison import SOURCES, comparison
-from .config import Config, WorkloadSection
+from .config import Config
+from .config_workload import WorkloadSection
 from .deployment import Deployment, running
 from .http_client import Origin
 from .model_check import ModelFacts
@@ -28,7 +30,8 @@ from .planned import planned
 from .progress import StartProgress
 from .report_page import write_page
 from .simulate import slo_limits
-from .simulator.measure import Blocks, Limits, measure
+from .simulator.measure import Blocks, measure
+from .simulator.measure_rig import Limits
 from .simulator.profile import Profile
 
 _WATCH_S = 1.0
@@ -90,17 +93,19 @@ async def loaded(
     return samples, watch
 
 
-async def calibrate(config: Config, deployment: Deployment, access: Access = NOBODY) -> Profile:
+async def calibrate(config: Config, deployment: Deployment, access: Access = NOBODY, rounds: int = 2) -> Profile:
     """The profile of a cluster that does nothing else meanwhile."""
     async with watching(access.connection(Origin.parse(deployment.url)), 3600.0) as watch:
         pass
     async with access.client(deployment.endpoints["grpc"], Retry(attempts=1)) as client:
         models = await client.models()
+        pools, here = config.pools, config.router.placement.disaggregation == NEVER
         limits = Limits(
             models[0].max_model_len,
-            config.pools.decode.max_sequences,
-            config.pools.prefill.max_batch_tokens,
-            together=config.pools.decode.device == "cpu",
+            pools.decode.max_sequences,
+            pools.decode.prompt_chunk if here else pools.prefill.max_batch_tokens,
+            together=pools.decode.device == "cpu" and not here,
+            rounds=rounds,
         )
         blocks = Blocks(watch.blocks.get("prefill", 1), watch.blocks.get("decode", 1))
         return await measure(client, limits, blocks, lambda text: print(f"measuring {text}", file=sys.stderr))

@@ -26,7 +26,7 @@ from .simulator.timeline import columns
 from .simulator.traces import Trace
 
 _POINTS = 200
-_PASSES = 3  # until the shares of time that both pools compute agree with the laws that these shares lead to
+_PASSES = 4  # until shares of time and batches agree with the laws that these lead to
 
 
 def recorded(samples: Sequence[Sample]) -> list[Arrival]:
@@ -65,16 +65,45 @@ def write_record(path: Path, samples: Sequence[Sample]) -> None:
         raise ConfigError(f"--record: {path}: {error.strerror or error}") from None
 
 
+def read_record(path: Path) -> list[Sample]:
+    """What `write_record` wrote; of the arrivals the first and the last are known. Raises ConfigError."""
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return [_sample(row) for row in rows]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: is no record: {error}") from None
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    at, tokens = row["at"], row["output_tokens"]
+    arrivals: tuple[tuple[float, int], ...] = ()
+    if row["ttft_s"] is not None:
+        first = at + row["ttft_s"]
+        more = [(first + row["tpot_s"] * (tokens - 1), tokens - 1)] if row["tpot_s"] is not None else []
+        arrivals = ((first, 1), *more)
+    return Sample(
+        at,
+        at + row["e2e_s"],
+        arrivals,
+        row["prompt_tokens"],
+        row["error"],
+        row["warm_up"],
+        tokens,
+        row["transfer_s"],
+    )
+
+
 def replayed(config: Config, found: Profile, samples: Sequence[Sample], seed: int = 0) -> Outcome:
     """The recorded requests in virtual time, warm-up left out of the latencies as it was when they were measured."""
     arrivals = recorded(samples)
     warm_up = sum(sample.warm_up for sample in samples)
     span = max(1e-3, arrivals[-1].at) if arrivals else 1.0
-    busy = (0.0, 0.0)
-    passes = _PASSES if (found.prefill_slowed, found.decode_slowed) != (1.0, 1.0) else 1
+    busy, near = (0.0, 0.0), found
+    passes = _PASSES if found.steps or (found.prefill_slowed, found.decode_slowed) != (1.0, 1.0) else 1
     for _ in range(passes):
-        cluster = profiles.cluster_of(config, found.shared(*busy), span / 240)
+        cluster = profiles.cluster_of(config, near.shared(*busy), span / 240)
         outcome = simulate(cluster, arrivals, seed=seed, warm_up=warm_up)
+        near = found.around(_batch(outcome))
         shares = [
             sum(seconds for name, seconds in outcome.busy_s.items() if name.startswith(role))
             / max(1e-9, outcome.worker_s[role])
@@ -82,6 +111,12 @@ def replayed(config: Config, found: Profile, samples: Sequence[Sample], seed: in
         ]
         busy = (min(1.0, shares[0]), min(1.0, shares[1]))
     return outcome
+
+
+def _batch(outcome: Outcome) -> float:
+    """Mean sequences of a decode worker that has any."""
+    running = [row.decode_running / max(1, row.decode_workers) for row in outcome.timeline if row.decode_running]
+    return sum(running) / len(running) if running else 1.0
 
 
 def measured(samples: Sequence[Sample], limits: Limits, watch: Watch | None) -> dict[str, Any]:

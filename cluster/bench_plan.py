@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..proto.errors import ConfigError
-from .config import Config, Lengths, WorkloadSection
+from .config import Config
+from .config_workload import Lengths, WorkloadSection
 from .simulator.request import Arrival
 from .simulator.workload import Load
 from .units import parse_rate

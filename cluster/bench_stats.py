@@ -1,9 +1,10 @@
 """From samples to a benchmark's numbers: pure.
 
+All latencies are a request's own, whatever else ran in its batch, on one monotonic clock.
 TTFT: from the send time to the first message that carries a token; the send time is the intended one in an open loop.
-TPOT: (last token - first token) / (tokens - 1). ITL: the gap before each later message, shared by its tokens.
-What is not defined (no token, one token, no success) is None and is not counted. Failures are counted, and are in no
-latency. Warm-up requests are in no latency either.
+TPOT: `time_per_token`. ITL: the gap before each later message, shared by its tokens.
+What is not defined (no token, one token, no time between tokens, no success) is None and is not counted. Failures are
+counted, and are in no latency. Warm-up requests are in no latency either.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+
+def time_per_token(first_s: float, last_s: float, later: int) -> float | None:
+    """TPOT: seconds from a request's first token to its last / the `later` tokens after the first. None where there
+    are none, or all came at one moment: an interval of 0 was not seen, and would keep any limit."""
+    return (last_s - first_s) / later if later > 0 and last_s > first_s else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +48,9 @@ class Sample:
     @property
     def tpot_s(self) -> float | None:
         """Time per output token after the first message."""
-        later = self.tokens - self.arrivals[0][1] if self.arrivals else 0
-        return (self.arrivals[-1][0] - self.arrivals[0][0]) / later if later > 0 else None
+        if not self.arrivals:
+            return None
+        return time_per_token(self.arrivals[0][0], self.arrivals[-1][0], self.tokens - self.arrivals[0][1])
 
     @property
     def gaps_s(self) -> list[float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +22,12 @@ from .cli_options import (
     one_target,
     seconds,
 )
+
+if TYPE_CHECKING:
+    from .access import Access
+    from .bench_plan import Plan
+    from .config import Config
+    from .config_workload import WorkloadSection
 
 HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="OUT.html", help="Write a report with plots.")]
 ProfileOption = Annotated[
@@ -57,7 +64,7 @@ def bench(
     print_config: PrintOption = False,
 ) -> None:
     """Measure TTFT, TPOT, ITL and throughput under the configuration's workload, and compare them with predictions."""
-    from . import bench_plan, driver
+    from . import bench_plan
     from .access import Access
 
     access = Access.given(api_key, tls_ca)
@@ -71,35 +78,62 @@ def bench(
         plan = bench_plan.replay(workload, trace, window, speed, requests, warm_up or 0, seed)
     else:
         plan = bench_plan.plan(workload, rate, concurrency, requests, warm_up, seed)
-    wants_more = [name for name, given in _more(compare, profile, record, html) if given]
+    more = _More(compare, profile, record, html)
+    code = _against(loaded, address, workload, plan, more, json_, access)
+    raise typer.Exit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class _More:
+    """What is wanted beside measuring."""
+
+    compare: bool
+    profile: Path | None
+    record: Path | None
+    html: Path | None
+
+    @property
+    def wanted(self) -> list[str]:
+        """The options that were given."""
+        paths = (("--profile", self.profile), ("--record", self.record), ("--html", self.html))
+        return [*(["--compare"] if self.compare else []), *(name for name, path in paths if path is not None)]
+
+
+def _against(
+    loaded: Config | None,
+    address: str | None,
+    workload: WorkloadSection,
+    plan: Plan,
+    more: _More,
+    as_json: bool,
+    access: Access,
+) -> int:
+    """The exit code of `bench`, against what runs at an address or a cluster of its own."""
+    from . import driver
+
     if loaded is None:
         from .bench import with_address
-        from .config import SLOSection
+        from .config_workload import SLOSection
 
-        if wants_more:
-            raise ConfigError(f"{wants_more[0]} needs --config, which says what is to be simulated")
-        raise typer.Exit(driver.run(with_address(address or "", SLOSection(), workload, plan, json_, access)))
+        if more.wanted:
+            raise ConfigError(f"{more.wanted[0]} needs --config, which says what is to be simulated")
+        return driver.run(with_address(address or "", SLOSection(), workload, plan, as_json, access))
     from .model_check import check_model
 
     facts = check_model(loaded)
     code = driver.supervise_if_needed()
-    if code is None and wants_more:
+    if code is not None:
+        return code
+    if more.wanted:
         from .bench_closed import Shown
         from .bench_closed import with_cluster as closed
         from .simulator import profile as profiles
 
-        shown = Shown(json_, html, record, profiles.load(profile) if profile is not None else None)
-        code = driver.run(closed(loaded, facts, workload, plan, shown, access))
-    elif code is None:
-        from .bench import with_cluster
+        found = profiles.load(more.profile) if more.profile is not None else None
+        return driver.run(closed(loaded, facts, workload, plan, Shown(as_json, more.html, more.record, found), access))
+    from .bench import with_cluster
 
-        code = driver.run(with_cluster(loaded, facts, workload, plan, json_, access))
-    raise typer.Exit(code)
-
-
-def _more(compare: bool, profile: Path | None, record: Path | None, html: Path | None) -> list[tuple[str, bool]]:
-    options = (("--profile", profile), ("--record", record), ("--html", html))
-    return [("--compare", compare), *((name, path is not None) for name, path in options)]
+    return driver.run(with_cluster(loaded, facts, workload, plan, as_json, access))
 
 
 def simulate(
@@ -144,29 +178,20 @@ def simulate(
     """
     from . import simulate as simulation
     from .bench_plan import per_second
-    from .simulator.workload import Load, Shape
+    from .simulator.workload import Load, shape_of
 
     loaded = load_config(config, set_, print_config)
-    shapes: tuple[Shape, ...] = ("poisson", "gamma", "diurnal")
-    shape = next((known for known in shapes if known == workload), None)
-    if shape is None:
-        raise ConfigError(f"--workload: is {workload}; there are {', '.join(shapes)}")
-    load = Load(
-        loaded.workload,
-        trace,
-        shape,
-        per_second("--rate", rate) if rate is not None else None,
-        cv,
-        seconds("--period", period) or 0.0,
-        requests,
-        seconds("--start", start) or 0.0,
-        seconds("--duration", duration),
-        speed,
-        seconds("--jitter", jitter),
-        trace_pool,
-        lengths,
-        loaded.engine.prefix_cache,
-        seed,
+    made = Load(loaded.workload, trace, shape_of(workload), cv=cv, requests=requests, speed=speed, seed=seed)
+    load = replace(
+        made,
+        rate=per_second("--rate", rate) if rate is not None else None,
+        period_s=seconds("--period", period) or 0.0,
+        start_s=seconds("--start", start) or 0.0,
+        duration_s=seconds("--duration", duration),
+        jitter_s=seconds("--jitter", jitter),
+        pool=trace_pool,
+        lengths=lengths,
+        contents=loaded.engine.prefix_cache,
     )
     changes = simulation.parse_changes(fail or [], switch or [], scale or [])
     scale_to = (autoscale, seconds("--start-up", start_up) or 0.0) if autoscale is not None else None

@@ -1,4 +1,5 @@
-"""The YAML schema of every command, and the only place in baton where defaults are written.
+"""The YAML schema of every command, and with `config_base.py` and `config_workload.py` the only place in baton where
+defaults are written.
 
 `config_load.load` reads a file into `Config`; `spec.py` turns a `Config` into the parameter classes of the other
 rooms. Units are resolved here: bytes, seconds, per second.
@@ -9,12 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints
+from pydantic import Field, PrivateAttr
 
-from .units import Address, Bandwidth, Bytes, Cores, Duration, Rate
+from .config_base import ClusterTLSSection, Count, FrontTLSSection, Section, Text, TLSSection
+from .config_workload import PlanSection, SLOSection, WorkloadSection
+from .units import Address, Bytes, Cores, Duration
 
-Count = Annotated[int, Field(ge=1)]
-Text = Annotated[str, StringConstraints(min_length=1)]
 PrefillPlacement = Literal[
     "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware"
 ]
@@ -23,12 +24,6 @@ DecodePlacement = Literal[
     "round_robin", "power_of_two", "least_loaded", "prefix_aware", "session_affinity", "latency_aware", "transfer_aware"
 ]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys and loose types are mistakes; a loaded configuration does not change."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False)
 
 
 class ModelSection(Section):
@@ -40,25 +35,6 @@ class ModelSection(Section):
     quantization: Literal["none", "w8a8", "int4"] = "none"  # of linear layers, when they are loaded; bfloat16
     sparsity: Literal["auto", "none", "2:4"] = "auto"  # of linear weights, on GPUs; auto: where the checkpoint says 2:4
     max_model_len: Annotated[int, Field(ge=8)] | None = None  # tokens; None: what the model was trained for
-
-
-class TLSSection(Section):
-    """PEM files with which both ends of a connection prove themselves; relative to the configuration's folder."""
-
-    certificate: Text
-    key: Text
-    ca: Text  # whom the peer's certificate must come from
-
-    @property
-    def paths(self) -> dict[str, str]:
-        """By key."""
-        return {"certificate": self.certificate, "key": self.key, "ca": self.ca}
-
-
-class ClusterTLSSection(TLSSection):
-    """The same for gRPC within the cluster."""
-
-    name: Text = "baton"  # a DNS name that every certificate of the cluster carries
 
 
 class ClusterSection(Section):
@@ -208,14 +184,6 @@ class BatchesSection(Section):
     parallelism: Count = 32  # requests of a batch at the same time
 
 
-class FrontTLSSection(Section):
-    """PEM files of the two front doors; relative to the configuration's folder."""
-
-    certificate: Text
-    key: Text
-    client_ca: Text | None = None  # clients must show a certificate of this authority; None: they show none
-
-
 class RouterSection(Section):
     """The front door. Port 0 takes a free port."""
 
@@ -251,62 +219,6 @@ class ClocksSection(Section):
     request: Duration = 600.0
     lame_duck: Duration = 0.0  # a router that stops says for so long that it is not ready, and serves still
     stall: Duration = 30.0  # a router whose requests have not gone on for so long says that it is not ready
-
-
-class Percentiles(Section):
-    """Upper limits by percentile."""
-
-    p50: Duration | None = None
-    p90: Duration | None = None
-    p99: Duration | None = None
-
-
-class SLOSection(Section):
-    """What users may expect; `bench` reports the share of requests that met it."""
-
-    ttft: Percentiles = Percentiles()
-    tpot: Percentiles = Percentiles()
-    attainment: Annotated[float, Field(gt=0, lt=1)] | None = None  # share of requests within the strictest limits of
-    # both at once; None: each percentile by itself
-
-
-class Lengths(Section):
-    """A distribution of token counts: log-normal with this mean and coefficient of variation (0: constant)."""
-
-    mean: Annotated[float, Field(ge=1)]
-    cv: Annotated[float, Field(ge=0, le=10)] = 0.0
-
-
-class WorkloadSection(Section):
-    """The load that `bench` makes and `plan` plans for."""
-
-    rate: Rate = 2.0
-    prompt_tokens: Lengths = Lengths(mean=512)
-    output_tokens: Lengths = Lengths(mean=128)
-    trace: Text | None = None  # for `plan`: a recorded load instead; relative to the configuration's folder
-    prefix_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of prompt tokens that a prefix cache holds
-    peak: Annotated[float, Field(ge=1, le=100)] = 1.0  # the busiest five minutes' load / the mean
-
-
-class SpeculationGain(Section):
-    """What `plan` assumes of speculation, where engine.speculation names a method."""
-
-    accepted: Annotated[float, Field(ge=0, lt=1)] = 0.6  # chance that a guess stands, when those before it did
-    cost: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of a guess, in decode steps of one sequence
-
-
-class PlanSection(Section):
-    """What `plan` may choose from, and what it assumes where nothing was measured."""
-
-    gpus: Count = 512  # at most, in both pools
-    tensor_parallel: Annotated[list[Count], Field(min_length=1)] = [1, 2, 4, 8]
-    weights: Literal["auto", "float32", "bfloat16", "fp8", "int8", "int4"] = "auto"  # auto: as `model` says
-    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory, for weights, activations and KV
-    reserve: Bytes = 10**9  # of a GPU's memory, for the runtime and its workspaces
-    bandwidth: Bandwidth | None = None  # of a GPU's memory, instead of the profile's
-    link: Bandwidth | None = None  # over which KV travels, per rank and one way; None: the profile's network
-    price: Annotated[float, Field(gt=0)] | None = None  # dollars a GPU and hour; None: the profile's
-    speculation: SpeculationGain = SpeculationGain()
 
 
 class Config(Section):

@@ -16,7 +16,8 @@ from pydantic import Field, ValidationError
 
 from ..engine.partition import Range, head_ranges, query_ranges, split
 from ..proto.errors import ConfigError
-from .config import Config, Section
+from .config import Config
+from .config_base import Section
 from .units import Bandwidth, Bytes, Duration, Flops
 
 if TYPE_CHECKING:  # importing it costs a torch

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ..proto.errors import ConfigError
+from ..router.placement.disaggregation import NEVER
 from .config import Config
 from .hardware import Fitted, Measured, MeasuredTransfer
 from .planner.costs import CostModel
@@ -32,13 +33,14 @@ def planned(config: Config, profile: Profile, arrivals: Sequence[Arrival]) -> di
         found, laws = site(config), _shared(profile, workload)
         costs = [_with_laws(config, found.cost(role), laws, role) for role in ("prefill", "decode")]
         replicas = (config.pools.prefill.replicas, config.pools.decode.replicas)
-        plan = Plan("disaggregated", costs[0], costs[1], replicas, workload, slo_of(config))
+        whole = config.router.placement.disaggregation == NEVER
+        plan = Plan("aggregated" if whole else "disaggregated", costs[0], costs[1], replicas, workload, slo_of(config))
     except ConfigError:
         return None
-    stable = plan.binding is None
+    stable, messages = plan.binding is None, 2 if whole else 4
     return {
         "requests": {"completed": len(arrivals)},
-        "ttft_s": _percentiles(plan.ttft, profile.overheads.router_s + 4 * profile.overheads.message_s),
+        "ttft_s": _percentiles(plan.ttft, profile.overheads.router_s + messages * profile.overheads.message_s),
         "tpot_s": _percentiles(plan.tpot, 0.0),
         "transfer_s": {"mean": _finite(plan.exposed)},
         "share_within_p99_limits": plan.attained if plan.slo.ttft or plan.slo.tpot else None,
@@ -78,7 +80,9 @@ def _with_laws(config: Config, cost: CostModel, profile: Profile, role: str) -> 
         device=config.pools.decode.device,
         date=date.today().isoformat(),
     )
-    return replace(cost, measured=measured, options=replace(cost.options, kv_memory=memory))
+    whole = config.router.placement.disaggregation == NEVER
+    step = config.pools.decode.prompt_chunk if whole else cost.options.max_batch_tokens
+    return replace(cost, measured=measured, options=replace(cost.options, kv_memory=memory, max_batch_tokens=step))
 
 
 def _fitted(a: float, b: float, c: float) -> Fitted:

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..proto.errors import ConfigError
-from .config import Config, SLOSection
+from .config import Config
+from .config_workload import SLOSection
 from .output import results, say
 from .planner.workload import Distribution
 from .simulator import profile as profiles

@@ -21,7 +21,8 @@ from ..proto.peer_tls import PeerTLS
 from ..router.params import BatchParams, FrontTLS, GrpcParams, RequestLimits, RouterParams
 from ..vllm_engine.params import VllmParams
 from . import tenants
-from .config import Config, Percentiles, PoolSection
+from .config import Config, PoolSection
+from .config_workload import Percentiles
 from .processes import available_cores, threads_per_rank
 from .reconcile import POOLS, Backoff
 from .units import later_address, show_cores

@@ -20,7 +20,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from ..proto.errors import ConfigError
 from ..router.params import TenantParams
 from ..router.tenants import key_hash
-from .config import Section
+from .config_base import Section
 
 _PREFIX = "baton-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -18,7 +18,7 @@ from baton.cluster.bench_plan import Plan
 from baton.cluster.bench_watch import watching
 from baton.cluster.chat import Wanted
 from baton.cluster.chat_remote import RemoteModel
-from baton.cluster.config import SLOSection, WorkloadSection
+from baton.cluster.config_workload import SLOSection, WorkloadSection
 from baton.cluster.failures import KEY_HINT, CommandFailed
 from baton.cluster.generate import with_address
 from baton.cluster.http_client import Origin

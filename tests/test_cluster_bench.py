@@ -1,18 +1,22 @@
-"""`bench`: PB-04 (what TTFT is), PB-05 (undefined numbers, failures), PB-06 (warm-up, intended send times)."""
+"""`bench`: PB-04 (what TTFT is), PB-05 (undefined numbers, failures), PB-06 (warm-up, intended send times), PB-07 (each
+request's own first token)."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
 import random
+import time
+from collections.abc import AsyncIterator
 
 import pytest
 from baton.client.api import Client
 from baton.cluster import bench, bench_plan
 from baton.cluster.bench_plan import Plan
 from baton.cluster.bench_stats import Sample, distribution, percentile, summarise, window
-from baton.cluster.config import Lengths, SLOSection, WorkloadSection
+from baton.cluster.config_workload import Lengths, SLOSection, WorkloadSection
 from baton.cluster.simulator.synthetic import length
 from baton.proto import baton_pb2 as api
 from baton.proto.errors import ConfigError, Exhausted
@@ -51,6 +55,7 @@ def test_pb_05_one_token_has_no_tpot_and_none_has_no_ttft() -> None:
     assert sample(0.0, (1.0, 1)).tpot_s is None
     assert sample(0.0, (1.0, 4)).tpot_s is None  # all in one message: no interval was seen
     assert sample(0.0).ttft_s is None
+    assert sample(0.0, (1.0, 1), (1.0, 1)).tpot_s is None  # 0 s a token would keep any limit
     assert sample(0.0, (1.0, 1), (2.0, 2)).tpot_s == 0.5
     assert sample(0.0, (1.0, 1), (2.0, 2)).gaps_s == [0.5, 0.5]
 
@@ -87,6 +92,18 @@ async def test_pb_05_all_requests_fail() -> None:
     router = MockRouter(lambda request: [(0.0, Exhausted("full"))])
     async with serving(router) as address:
         assert await bench.with_address(address, SLOSection(), WORKLOAD, Plan(3, 1, None, 2, 0), as_json=True) == 1
+
+
+async def test_pb_05_a_step_of_the_wall_clock_changes_no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, steps = time.time, itertools.cycle((0.0, 100.0))
+    monkeypatch.setattr("time.time", lambda: real() + next(steps))  # forth and back whenever somebody looks
+    router = MockRouter(lambda request: [(0.0, tokens(1)), (0.02, tokens(2, 3)), (0.0, finished())])
+    async with serving(router) as address, Client(address) as client:
+        samples = await bench.run_load(client, WORKLOAD, Plan(6, 0, 500.0, None, 0))
+    result = summarise(samples, {})
+    assert result["requests"]["completed"] == 6
+    for metric in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
+        assert 0.0 <= result[metric]["p50"] <= result[metric]["p99"] < 90.0, metric
 
 
 def test_percentiles_are_those_of_numpys_default() -> None:
@@ -148,6 +165,54 @@ async def test_pb_06_the_closed_loop_never_bursts_past_its_concurrency_and_goes_
     assert [one.warm_up for one in samples].count(True) == 3
     first = min(one.sent_s for one in samples if not one.warm_up)
     assert first < max(one.ended_s for one in samples if one.warm_up) + 0.02  # no pause between them
+
+
+@pytest.mark.parametrize(("warm_up", "cold_ones_measured"), [(0, 4), (1, 3), (4, 0)])
+async def test_pb_06_as_many_warm_ups_as_run_at_once_take_all_that_is_cold(
+    warm_up: int, cold_ones_measured: int
+) -> None:
+    began = itertools.count()
+
+    def answer(request: api.GenerateRequest) -> Script:  # who comes first finds everything cold
+        return [(0.4 if next(began) < 4 else 0.0, tokens(1)), (0.0, finished())]
+
+    async with serving(MockRouter(answer)) as address, Client(address) as client:
+        samples = await bench.run_load(client, WORKLOAD, Plan(20, warm_up, None, 4, 0))
+    measured = [one for one in samples if not one.warm_up]
+    first = sorted(samples, key=lambda one: one.sent_s)[:4]
+    assert all(one.ttft_s is not None and one.ttft_s > 0.3 for one in first)
+    assert sum(one in first for one in measured) == cold_ones_measured
+    assert len(measured) == 20
+
+
+# ---- PB-07 ---------------------------------------------------------------------------------------------------
+
+
+async def test_pb_07_a_first_token_is_a_requests_own_whatever_its_batch_still_waits_for() -> None:
+    number, over = itertools.count(), asyncio.Event()
+
+    class Interleaved(MockRouter):
+        """The pool holds one request: the other's prompt is computed when the first has said its last token."""
+
+        async def Generate(self, request: api.GenerateRequest, context: object) -> AsyncIterator[api.GenerateResponse]:
+            if next(number):
+                await over.wait()
+                yield tokens(9)
+            else:
+                for token in range(5):
+                    yield tokens(token)
+                    await asyncio.sleep(0.02)
+                over.set()
+            yield finished()
+
+    async with serving(Interleaved(lambda request: [])) as address, Client(address) as client:
+        samples = await bench.run_load(client, WORKLOAD, Plan(2, 0, None, 2, 0))
+    first, second = sorted(samples, key=lambda one: one.arrivals[0][0])
+    assert first.ttft_s is not None
+    assert second.ttft_s is not None
+    assert second.arrivals[0][0] > first.arrivals[-1][0]
+    assert second.ttft_s - first.ttft_s > 0.05  # which is the time of the first one's answer
+    assert summarise(samples, {})["ttft_s"]["p50"] == pytest.approx((first.ttft_s + second.ttft_s) / 2)
 
 
 # ---- the load ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from baton.cluster import simulate
-from baton.cluster.bench_compare import compare, recorded, with_blocks, write_record
+from baton.cluster.bench_compare import compare, read_record, recorded, with_blocks, write_record
 from baton.cluster.bench_stats import Sample
 from baton.cluster.bench_watch import Watch
 from baton.cluster.charts import Axis, Series, chart
@@ -195,6 +195,30 @@ def test_pools_that_share_a_machine_slow_each_other_by_their_shares_of_time() ->
     assert slowed.decode == pytest.approx([1.25 * c for c in PROFILE.decode])
     assert differ(PROFILE, slowed, 256, 8, 256) == pytest.approx(0.25)
     assert between(PROFILE, slowed).prefill == pytest.approx([1.1 * c for c in PROFILE.prefill])
+
+
+def test_a_law_of_steps_is_fitted_around_the_batch_that_runs() -> None:
+    """Flat up to 8 sequences, steep beyond: one line through all is wrong for both."""
+    steps = tuple((float(n), 50.0 * n, 0.010 + 0.001 * max(0, n - 8)) for n in (1, 2, 4, 8, 16, 32, 64))
+    found = replace(PROFILE, steps=steps)
+    assert found.around(3.0).decode.seconds((1.0, 4.0, 200.0)) == pytest.approx(0.010, rel=0.01)
+    assert found.around(60.0).decode.seconds((1.0, 64.0, 3200.0)) == pytest.approx(0.066, rel=0.1)
+    assert PROFILE.around(3.0) == PROFILE
+    assert between(found, found).steps == steps + steps
+
+
+def test_a_record_that_is_read_again_is_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_record(path, samples(8))
+    again = read_record(path)
+    assert recorded(again) == recorded(samples(8))
+    for one, other in zip(again, sorted(samples(8), key=lambda sample: sample.sent_s), strict=True):
+        assert one.ttft_s == pytest.approx(other.ttft_s)
+        assert one.tpot_s == pytest.approx(other.tpot_s)
+        assert (one.warm_up, one.error, one.tokens) == (other.warm_up, other.error, other.tokens)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is no record"):
+        read_record(path)
 
 
 def test_changes_are_read_as_they_are_written() -> None:

@@ -1,4 +1,4 @@
-"""Whole runs of the placer, the gates, the prefill scheduler and the block pools on virtual time (`benchmarks/`)."""
+"""Placement policies in whole runs of the simulator (`benchmarks/placement.py`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(trace: Path, policy: str, speed: float = 1.0, objectives: Objectives = N
 def test_requests_come_in_order_and_as_long_as_they_are(trace: Path) -> None:
     requests = list(read(trace, 2.0, 100))
     assert [request.at for request in requests] == sorted(request.at for request in requests)
-    assert {len(request.prompt) % 512 for request in requests} == {412}
+    assert {request.prompt % 512 for request in requests} == {412}
     assert max(request.at for request in requests) <= (33 * 3 + 3) / 2
 
 

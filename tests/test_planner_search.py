@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from baton.cluster import config_load
 from baton.cluster.cli import app
-from baton.cluster.config import Config, Lengths
+from baton.cluster.config import Config
+from baton.cluster.config_workload import Lengths
 from baton.cluster.planner import command, report, setup, workload
 from baton.cluster.planner.plans import Kind
 from baton.cluster.planner.search import Search

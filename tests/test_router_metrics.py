@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest_asyncio
+from baton.client.api import Client
+from baton.cluster.bench import run_load
+from baton.cluster.bench_plan import Plan
+from baton.cluster.config_workload import Lengths, WorkloadSection
 from baton.proto import baton_pb2 as api
+from baton.proto import worker_pb2 as pb
 from baton.tests.harness.router_rig import RouterRig, router_rig, say
 
 NAMES = [
@@ -103,6 +109,24 @@ async def test_ob_04_first_token_and_first_text_are_two_values(rig: RouterRig) -
     token = await rig.metric("baton_time_to_first_token_seconds_sum")
     text = await rig.metric("baton_time_to_first_text_seconds_sum")
     assert text - token > 0.1
+
+
+async def test_pb_04_the_router_and_its_client_agree_on_the_first_token(rig: RouterRig) -> None:
+    worker, said = rig.cluster["prefill-0"], []
+
+    async def slow(leg: pb.Leg, ticket: bytes) -> None:
+        await asyncio.sleep(0.2)
+        said.append(time.monotonic())
+        await worker.prefill(leg, ticket)
+
+    worker.on_prefill = slow
+    workload = WorkloadSection(prompt_tokens=Lengths(mean=5.0, cv=0.0), output_tokens=Lengths(mean=4.0, cv=0.0))
+    async with Client(rig.addresses["grpc"]) as client:
+        (seen,) = await run_load(client, workload, Plan(1, 0, None, 1, 0))
+    server_s = await rig.metric("baton_time_to_first_token_seconds_sum")
+    assert seen.ttft_s is not None
+    assert 0.2 <= server_s <= seen.ttft_s  # one message each way lies between them
+    assert seen.arrivals[0][0] >= said[0]  # not with the message that only says that it was accepted
 
 
 async def test_64_streams_a_third_cancelled_leave_nothing_and_the_books_balance(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from baton.cluster.config import Lengths, WorkloadSection
+from baton.cluster.config_workload import Lengths, WorkloadSection
 from baton.cluster.simulator import synthetic
 from baton.cluster.simulator.traces import Options, load
 from baton.cluster.simulator.workload import Load

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +14,16 @@ from rich.console import Console
 from ..config import Config
 from ..output import results, say
 from ..simulator import confirm, synthetic, traces
+from ..simulator.request import Arrival
 from . import explain as explaining
 from . import report as reports
 from . import setup, tables, writing
-from .workload import Workload, from_config, from_requests
+from .plans import Plan
+from .search import Search
+from .workload import Slo, Workload, from_config, from_requests
+
+_ROOM = 1.5  # times the GPUs of a closed form's plan that the simulator may come to
+_MOST = 32  # plans of a kind that are simulated
 
 
 def load_of(config: Config) -> Workload:
@@ -43,7 +51,7 @@ def plan(config: Config, explain: bool, write: Path | None, simulate: bool, as_j
         return 0
     report = reports.make(config, workload)
     if simulate:
-        report = simulated(report)
+        report = decided(config, report)
     if as_json:
         say(json.dumps(reports.as_json(report), indent=2))
     else:
@@ -54,13 +62,29 @@ def plan(config: Config, explain: bool, write: Path | None, simulate: bool, as_j
     return 0 if report.feasible else 1
 
 
-def simulated(report: reports.Report) -> reports.Report:
-    """The report with its plans played through, at the busiest window's rate."""
-    arrivals = confirm.arrivals_of(report.workload)
-    plans = (report.found.disaggregated, report.found.aggregated, report.best_effort)
-    verdicts = [confirm.judge(plan, report.found.relaxed, arrivals) for plan in plans if plan is not None]
-    found = [reports.Simulated(v.plan, v.summary["ttft_s"], v.summary["tpot_s"], v.misses) for v in verdicts]
-    return replace(report, simulated=tuple(found), simulated_requests=len(arrivals))
+def decided(config: Config, report: reports.Report) -> reports.Report:
+    """The report with the cheapest plan of each kind that the simulator lets pass, at the busiest window's rate. A kind
+    of which it lets none pass is left out, unless neither has any: then closed forms' plans are shown, and refused."""
+    arrivals, found = confirm.arrivals_of(report.workload), report.found
+    search = Search(report.site, config.plan.gpus, config.plan.tensor_parallel)
+    closed = [plan for plan in (found.disaggregated, found.aggregated) if plan is not None]
+    verdicts = [_decided(search, plan, found.relaxed, arrivals) for plan in closed]
+    verdicts = [one for one in verdicts if not one.misses] or verdicts
+    if not verdicts and report.best_effort is not None:
+        verdicts = [confirm.judge(report.best_effort, found.relaxed, arrivals)]
+    elif verdicts:
+        by_kind = {one.plan.kind: one.plan for one in verdicts}
+        found = replace(found, disaggregated=by_kind.get("disaggregated"), aggregated=by_kind.get("aggregated"))
+        report = reports.about(report.site, search, report.workload, found)
+    shown = [reports.Simulated(one.plan, one.summary["ttft_s"], one.summary["tpot_s"], one.misses) for one in verdicts]
+    return replace(report, simulated=tuple(shown), simulated_requests=len(arrivals))
+
+
+def _decided(search: Search, closed: Plan, slo: Slo, arrivals: Sequence[Arrival]) -> confirm.Verdict:
+    """On the cheapest plan of the kind that passes; on the closed form's own where none does."""
+    room = min(search.gpus, math.ceil(_ROOM * closed.gpus))
+    plans = search.affordable(closed.kind, closed.workload, slo, room)
+    return confirm.decide(plans, slo, arrivals, _MOST)[0] or confirm.judge(closed, slo, arrivals)
 
 
 def explain(topic: str, model: str) -> int:

@@ -39,7 +39,7 @@ class Prefill:
     @cached_property
     def queue(self) -> Queue:
         """Its prompts, one after the other on each worker."""
-        return Queue(self.replicas, self.workload.busiest, self._alone())
+        return Queue(self.replicas, self.workload.busiest, self._alone(), full_step_s(self.cost, self.workload))
 
     def ttft(self) -> Latency:
         """Wait and computing; the first token leaves before the KV has arrived."""
@@ -213,6 +213,13 @@ class Aggregated:
             return 0.0
         queue, own = self._queue
         return queue.within(limit, own)
+
+
+def full_step_s(cost: CostModel, workload: Workload) -> float:
+    """Of a prefill step with as many mean prompts as it takes in; 0 where it takes one at most."""
+    mean, cached = workload.prompt.mean, workload.prefix_share
+    new, most = max(1.0, mean * (1 - cached)), cost.options.max_batch_tokens
+    return cost.prefill_s(new, mean * cached) * most / new if most > new else 0.0
 
 
 def exposed_s(prefill: CostModel, decode: CostModel, workload: Workload, replicas: tuple[int, int]) -> float:

@@ -30,11 +30,18 @@ def erlang_c(servers: int, load: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """First come, first served. `services`: equally likely service times, seconds, ascending."""
+    """First come, first served. `services`: equally likely service times, seconds, ascending.
+
+    `together`: seconds of a step that takes in as many as it can of those that wait; 0: each is served by itself. All
+    of one step end when the step does, so a customer also waits for those who came behind it while the step before ran:
+    utilisation x what was left of that step, of which we take half of the work found to be, and no more than such a
+    step lasts beyond the customer's own service. (Against the simulator: `tests/test_planner_simulated.py`.)
+    """
 
     servers: int
     rate: float
     services: Sequence[float]
+    together: float = 0.0
 
     @property
     def service(self) -> float:
@@ -58,10 +65,15 @@ class Queue:
         return 2 * (self.servers / self.service - self.rate) / (1 + self.variability)
 
     def mean_wait(self) -> float:
-        """C / (c * mu - rate) * (1 + cs2) / 2; infinite from rho 1 on."""
+        """C / (c * mu - rate) * (1 + cs2) / 2, and what `together` adds; infinite from rho 1 on."""
         if self.utilisation >= 1:
             return math.inf
-        return erlang_c(self.servers, self.rate * self.service) / self.decay
+        wait = erlang_c(self.servers, self.rate * self.service) / self.decay
+        more = self.utilisation / 2
+        if not self.together or not more:
+            return wait
+        parts = (1 - math.exp(-self.decay * max(0.0, self.together - s) / more) for s in self.services)
+        return wait * (1 + more * sum(parts) / len(self.services))
 
     def wait(self, share: float) -> float:
         """The percentile: ln(C / (1 - share)) / decay, 0 where so few wait."""
@@ -78,8 +90,11 @@ class Queue:
         if self.utilisation >= 1:
             return 0.0
         own = self.services if latencies is None else latencies
-        waits, decay = erlang_c(self.servers, self.rate * self.service), self.decay
-        late = sum(1.0 if s > limit else waits * math.exp(-decay * (limit - s)) for s in own)
+        waits, decay, more = erlang_c(self.servers, self.rate * self.service), self.decay, self.utilisation / 2
+        late = 0.0
+        for seconds in own:
+            left, most = limit - seconds, max(0.0, self.together - seconds)  # most: for those who came behind
+            late += 1.0 if left < 0 else waits * math.exp(-decay * max(left / (1 + more), left - most))
         return 1 - late / len(own)
 
     def percentile(self, share: float, latencies: Sequence[float] | None = None) -> float:
@@ -87,7 +102,7 @@ class Queue:
         if self.utilisation >= 1:
             return math.inf
         own = self.services if latencies is None else latencies
-        longest = own[-1] + self.wait(1 - (1 - share) / 2) + 1 / self.decay * 50
+        longest = own[-1] + self.wait(1 - (1 - share) / 2) + 1 / self.decay * 50 + self.together
         return quantile(share, lambda t: self.within(t, own), longest)
 
 

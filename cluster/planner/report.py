@@ -64,6 +64,11 @@ def make(config: Config, workload: Workload) -> Report:
     site = setup.site(config)
     search = Search(site, config.plan.gpus, config.plan.tensor_parallel)
     found = search.run(workload, slo_of(config))
+    return about(site, search, workload, found)
+
+
+def about(site: Site, search: Search, workload: Workload, found: Found) -> Report:
+    """What there is to say of what was found."""
     effort = search.within_gpus(workload, found.relaxed) if found.best is None else None
     if effort is not None:
         effort = Plan(effort.kind, effort.prefill, effort.decode, effort.replicas, workload, found.slo)
@@ -125,8 +130,11 @@ def notes(report: Report) -> list[str]:
 
 def _simulation(report: Report) -> str:
     if not report.simulated:
-        return "not simulated: --simulate plays the plans through"
-    return f"simulated: {report.simulated_requests} requests, Poisson at the busiest rate, lengths drawn anew"
+        return "not simulated: --simulate has the simulator choose"
+    return (
+        f"chosen by simulation: the cheapest plan of each kind that keeps the limits for {report.simulated_requests} "
+        "requests, Poisson at the busiest rate, lengths drawn anew"
+    )
 
 
 def _profile(site: Site, plan: Plan) -> list[str]:

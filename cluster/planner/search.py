@@ -52,7 +52,7 @@ class Search:
             )
         self._prefill = {tp: site.cost("prefill", tp) for tp in usable}
         self._decode = {tp: site.cost("decode", tp) for tp in usable}
-        self._gpus = gpus
+        self.gpus = gpus
         self.tried = 0
 
     def run(self, workload: Workload, slo: Slo) -> Found:
@@ -68,7 +68,7 @@ class Search:
         best: Plan | None = None
 
         def room() -> int:
-            return self._gpus if best is None else best.gpus
+            return self.gpus if best is None else best.gpus
 
         for plan in self._candidates(kind, workload, slo, room):
             if best is None or (plan.gpus, -plan.attained) < (best.gpus, -best.attained):
@@ -81,6 +81,20 @@ class Search:
             firsts = range(1, most + 1) if kind == "disaggregated" else (0,)
             for first, second in itertools.product(firsts, range(1, most + 1)):
                 yield Plan(kind, prefill, decode, (first, second), workload, slo)
+
+    def affordable(self, kind: Kind, workload: Workload, slo: Slo, gpus: int) -> Iterator[Plan]:
+        """Every plan of at most so many GPUs whose workers are not fewer than their work, whatever its latencies."""
+        for prefill, decode in self._pairs(kind):
+            least = Plan(kind, prefill, decode, (1, 1), workload, slo)
+            first = math.floor(least.prompts.queue.utilisation) + 1
+            second = math.floor(least.answers.sharing.utilisation) + 1
+            if kind == "aggregated":
+                for count in range(first, gpus // decode.tp + 1):
+                    yield Plan(kind, prefill, decode, (0, count), workload, slo)
+                continue
+            for prompts in range(first, (gpus - second * decode.tp) // prefill.tp + 1):
+                for answers in range(second, (gpus - prompts * prefill.tp) // decode.tp + 1):
+                    yield Plan(kind, prefill, decode, (prompts, answers), workload, slo)
 
     def _pairs(self, kind: Kind) -> Iterator[tuple[CostModel, CostModel]]:
         if kind == "aggregated":

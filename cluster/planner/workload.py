@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from ...proto.errors import ConfigError
-from ..config import Config, Lengths, Percentiles
+from ..config import Config
+from ..config_workload import Lengths, Percentiles
 
 _POINTS = 64
 _WINDOW_S, _SHORT_S = 300.0, 60.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,25 +86,41 @@ def judge(plan: Plan, slo: Slo, arrivals: Sequence[Arrival]) -> Verdict:
     return Verdict(plan, summary, tuple(misses))
 
 
-def decide(plans: Iterable[Plan], slo: Slo, arrivals: Sequence[Arrival]) -> tuple[Verdict | None, int]:
-    """The cheapest plan that holds, and how many were simulated for it; None: none does."""
-    return _first([plan for plan in plans if not _hopeless(plan, slo)], slo, arrivals)
+def decide(
+    plans: Iterable[Plan], slo: Slo, arrivals: Sequence[Arrival], most: int | None = None
+) -> tuple[Verdict | None, int]:
+    """The cheapest plan that holds, of the first `most` to be simulated, and how many were for it; None: none does."""
+    return _first(plans, slo, arrivals, _hopeless, most)
 
 
 def exhaust(plans: Iterable[Plan], slo: Slo, arrivals: Sequence[Arrival]) -> tuple[Verdict | None, int]:
     """The same without a closed form's word: what `decide` must agree with."""
-    return _first(list(plans), slo, arrivals)
+    return _first(plans, slo, arrivals, lambda plan, slo: False, None)
 
 
-def _first(plans: list[Plan], slo: Slo, arrivals: Sequence[Arrival]) -> tuple[Verdict | None, int]:
-    ordered = sorted(plans, key=lambda plan: (plan.gpus, -plan.attained, plan.kind))
-    for count, plan in enumerate(ordered, 1):
-        if plan.decode.kv_blocks < 1 or (plan.kind == "disaggregated" and plan.prefill.kv_blocks < 1):
-            continue  # the weights do not fit
-        verdict = judge(plan, slo, arrivals)
-        if not verdict.misses:
-            return verdict, count
-    return None, len(ordered)
+def _first(
+    plans: Iterable[Plan],
+    slo: Slo,
+    arrivals: Sequence[Arrival],
+    hopeless: Callable[[Plan, Slo], bool],
+    most: int | None,
+) -> tuple[Verdict | None, int]:
+    """By cost; closed forms are asked about plans of one cost when it is their turn, and about no others."""
+    count = 0
+    for _, alike in itertools.groupby(sorted(plans, key=lambda plan: plan.gpus), lambda plan: plan.gpus):
+        fitting = [plan for plan in alike if _weights_fit(plan) and not hopeless(plan, slo)]
+        for plan in sorted(fitting, key=lambda plan: (-plan.attained, plan.kind)):
+            if count == most:
+                return None, count
+            count += 1
+            verdict = judge(plan, slo, arrivals)
+            if not verdict.misses:
+                return verdict, count
+    return None, count
+
+
+def _weights_fit(plan: Plan) -> bool:
+    return plan.decode.kv_blocks >= 1 and (plan.kind == "aggregated" or plan.prefill.kv_blocks >= 1)
 
 
 def _hopeless(plan: Plan, slo: Slo) -> bool:

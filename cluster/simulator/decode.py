@@ -9,34 +9,19 @@ scheduler. Either way tokens come out at the same times (`tests/test_simulator_e
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 from ...decode_worker.intake import Intake, blocks_needed
 from ...decode_worker.scheduler import DecodeScheduler, Sequence, SequenceId
 from ...proto import worker_pb2 as pb
 from ...router.life_messages import Peer
 from .clock import Clock
-from .request import Flight
+from .request import Flight, Running
 from .spec import Cluster
 from .steps import Steps
 from .worker import Front, Worker
 
 _LOOK_S = 1.0
 _FIRST = pb.FirstTokens()  # whose contents do not matter here
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """`sequence` is the scheduler's own, which counts its tokens."""
-
-    flight: Flight
-    sequence: Sequence
-    table: list[int]
-
-    @property
-    def said(self) -> int:
-        """Tokens of the answer."""
-        return self.flight.generated + 1 + self.sequence.tokens - self.flight.leg.length
 
 
 class DecodeWorker(Worker):
@@ -59,8 +44,8 @@ class DecodeWorker(Worker):
         self._named, self._merge = named, merge
         self._intake = Intake(self.pool, 1, cluster.decode.max_sequences, rules.reserve_wait_s, rules.commit_timeout_s)
         self._scheduler = DecodeScheduler(cluster.block_size)
-        self._running: dict[SequenceId, _Running] = {}  # the batch
-        self._joining: list[_Running] = []
+        self._running: dict[SequenceId, Running] = {}  # the batch
+        self._joining: list[Running] = []
         self._legs: dict[object, Flight] = {}  # waiting or reserved, by key of the leg
         self._context = 0  # tokens that the batch holds
         self._planned: list[SequenceId] | None = None  # of a planned step; None: merged ones of the whole batch
@@ -124,7 +109,7 @@ class DecodeWorker(Worker):
         del self._legs[key]
         self.pool.publish(table, leg.tokens, leg.salt)
         sequence = Sequence((key, 0), leg.length, len(table), leg.last, bool(leg.generated))
-        self._joining.append(_Running(flight, sequence, table))
+        self._joining.append(Running(flight, sequence, table))
         self.front.committed(flight)
         return True
 
@@ -229,7 +214,7 @@ class DecodeWorker(Worker):
         for name in ended:
             self._end(name)
 
-    def _join(self, running: _Running) -> None:
+    def _join(self, running: Running) -> None:
         sequence = running.sequence
         if sequence.tokens >= sequence.limit:  # its first token was its last
             self.pool.release(running.table)

@@ -71,6 +71,8 @@ class Router:
                 count = said.get(flight.number)
                 if flight.joined or count is not None:
                     self._begin_again(flight, count if count is not None else flight.generated + 1)
+                elif flight.here:
+                    self._begin_again(flight, flight.generated)
                 elif flight.leg_id in self._at_gate or flight in self._unplaced:
                     self._rebook(flight)
                 else:
@@ -110,37 +112,25 @@ class Router:
             return
         demand, prefix = _demand(flight), Prefix(flight.leg.tokens, "")
         self._members.hear()
-        if self._cluster.aggregated:
-            self._place_whole(flight, demand, prefix)
-            return
-        first = self._members.choose("prefill", demand, prefix)
-        needs_decode = flight.leg.remaining > 1
-        second = self._members.choose("decode", demand, prefix) if first is not None and needs_decode else None
-        if first is None or (needs_decode and second is None):
+        places = self._members.place(demand, prefix, flight.leg.remaining > 1)
+        if places is None:
             self._unplaced.append(flight)
             return
-        late_s = max(first.late_s, second.late_s if second is not None else 0.0)
-        if late_s and flight.attempt == 1:
+        if places.late_s and flight.attempt == 1:
             self._over(flight)
-            self._results.refused(flight, late_s)
+            self._results.refused(flight, places.late_s)
             return
-        flight.prefill = first.peer
-        self._placer.to_prefill(flight.leg_id, first.peer, demand, prefix)
-        if second is not None:
-            flight.decode = second.peer
-            self._placer.to_decode(flight.leg_id, second.peer, demand, prefix)
+        flight.prefill, flight.decode = places.prefill, places.decode
+        if (computes := places.prefill or places.decode) is not None:
+            self._placer.to_prefill(flight.leg_id, computes, demand, prefix)
+        if places.decode is not None:
+            self._placer.to_decode(flight.leg_id, places.decode, demand, prefix)
+        if places.prefill is None:
+            self._results.on_decode += flight.attempt == 1
+            self._reserve(flight)
+            return
         self._at_gate[flight.leg_id] = flight
-        self._open(self._members.gates[first.peer].enter(flight.leg_id, demand.tokens, priority=0, tenant=""))
-
-    def _place_whole(self, flight: Flight, demand: Demand, prefix: Prefix) -> None:
-        """On one worker that does everything; its own line is the only one."""
-        choice = self._members.choose("decode", demand, prefix)
-        if choice is None:
-            self._unplaced.append(flight)
-            return
-        flight.decode = choice.peer
-        self._placer.to_decode(flight.leg_id, choice.peer, demand, prefix)
-        self._reserve(flight)
+        self._open(self._members.gates[places.prefill].enter(flight.leg_id, demand.tokens, priority=0, tenant=""))
 
     def _open(self, legs: Iterable[LegId]) -> None:
         for leg in legs:
@@ -214,6 +204,8 @@ class Router:
         prefill = self._members.prefill(flight.prefill)
         if prefill is not None:
             self._later(2 * self._cluster.overheads.message_s, self._release, (prefill, flight.leg.key))
+        elif flight.here:
+            self._later(self._cluster.overheads.message_s, self._prefill_over, (flight.leg_id, None))
 
     def _release(self, held: tuple[PrefillWorker, WorkerLegKey]) -> None:
         prefill, key = held
@@ -242,6 +234,9 @@ class Router:
         self._clock.at(self._clock.now, self._try_another, flight)
 
     def _try_another(self, flight: Flight) -> None:
+        if flight.here:
+            self._begin_again(flight, flight.generated)
+            return
         flight.tries += 1
         if flight.tries > self._cluster.rules.attempts:
             self._fail(flight)

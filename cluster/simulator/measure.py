@@ -1,46 +1,36 @@
 """A running cluster's profile, from requests through its front door and what it says of each (`Timing`).
 
-- Prompts one by one, one token each, which take no decode worker: time computing by length, and what comes on top.
-- The same with two tokens: what the way over a decode worker adds, and the KV's way.
+- Prompts one by one, which go on to a decode worker as under load: time computing by length, what comes on top, and the
+  KV's way. The same with one token, which take no decode worker: what the way over it adds.
 - Batches of a few sizes and contexts: the time between tokens while all of a batch run and no prompt is computed.
 - Both together, where pools share a machine: by how much each slows the other.
 
-All fits are those of `proto/step_time.py`: least squares of the relative error, no coefficient below 0.
+All of it in rounds, so that a machine that changes its speed meanwhile does so for everything; medians are fitted, as
+in `proto/step_time.py`: least squares of the relative error, no coefficient below 0.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...client.api import Client
-from ...client.completion import Completion
-from ...proto import baton_pb2 as api
 from ...proto.errors import InternalError
 from ...proto.step_time import Features, StepTime, StepTimeFit
+from .measure_rig import Limits, Rig, first_s, timing_of
+from .measure_together import together
 from .profile import Profile
 from .spec import LayeredTransfer, Overheads
 
-_IDS = range(32, 256)
-_LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
-_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_CONTEXTS = (32, 256)
+_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_LONG_BATCHES = 16  # with the longer context, whose prompts take long
+_LEAST = 8  # of observations, for a law
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the grid keeps to. `longest`: tokens of a prompt and its answer."""
-
-    longest: int
-    max_sequences: int
-    max_batch_tokens: int
-    repeats: int = 3
-    steps: int = 40  # tokens of each answer of a batch
-    together: bool = True  # also measure prompts and batches at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,165 +41,106 @@ class Blocks:
     decode: int
 
 
+@dataclass
+class _Seen:
+    """Seconds, by what was asked for."""
+
+    prompts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    commits: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    besides: list[float] = field(default_factory=list)  # of a client's wait, that no computing explains
+    alone: list[float] = field(default_factory=list)  # the same of prompts that take no decode worker
+    steps: dict[tuple[int, int], list[tuple[Features, float]]] = field(default_factory=lambda: defaultdict(list))
+    slows: list[tuple[float, float]] = field(default_factory=list)
+
+
 async def measure(client: Client, limits: Limits, blocks: Blocks, say: Say) -> Profile:
-    """About a minute on two cores. Raises BatonError when the cluster does not answer."""
-    rig = _Rig(client, limits, random.Random(time.time_ns()))
+    """About half a minute on two cores for each round. Raises BatonError when the cluster does not answer."""
+    rig, seen = Rig(client, limits, random.Random(time.time_ns())), _Seen()
     await rig.prompt(64, 8)  # the first of all is no measure of anything
-    say("prompts of several lengths")
-    prefill, alone_s, prompts = await _prefill(rig)
-    say("prompts that go on to a decode worker")
-    transfer, with_decode_s = await _transfer(rig, prompts)
-    say("batches of several sizes")
-    decode, steps = await _decode(rig)
-    message_s = max(0.0, (with_decode_s - alone_s) / 2)
-    overheads = Overheads(router_s=max(0.0, alone_s - 2 * message_s), message_s=message_s)
-    slows = (1.0, 1.0)
-    if limits.together:
-        say("both at the same time")
-        slows = await _together(rig, prefill, decode)
-    noise = statistics.pstdev(steps) * 3**0.5 if len(steps) > 2 else 0.0
+    for number in range(limits.rounds):
+        say(f"round {number + 1} of {limits.rounds}: prompts")
+        await _prompts(rig, seen)
+        prefill = _prefill_law(rig, seen)
+        say("batches")
+        await _batches(rig, seen, prefill)
+        decode = law_of(_medians(seen))
+        if limits.together:
+            say("both at the same time")
+            seen.slows += await together(rig, prefill, decode)
+    return _profile(rig, seen, blocks)
+
+
+def _profile(rig: Rig, seen: _Seen, blocks: Blocks) -> Profile:
+    steps = _medians(seen)
+    decode = law_of(steps)
+    residuals = [seconds / decode.seconds(features) - 1 for features, seconds in steps]
+    alone_s, besides_s = statistics.median(seen.alone), statistics.median(seen.besides)
+    message_s = max(0.0, (besides_s - alone_s) / 2)
+    noise = statistics.pstdev(residuals) * 3**0.5 if len(residuals) > 2 else 0.0
+    slows = [max(1.0, statistics.fmean(values)) for values in zip(*seen.slows, strict=True)] or [1.0, 1.0]
     return Profile(
         "measured on the running cluster",
-        prefill,
+        _prefill_law(rig, seen),
         decode,
         blocks.prefill,
         blocks.decode,
-        transfer,
-        overheads,
+        _transfer(seen),
+        Overheads(router_s=max(0.0, alone_s - 2 * message_s), message_s=message_s),
         min(noise, 0.2),
         slows[0],
         slows[1],
+        tuple((features[1], features[2], seconds) for features, seconds in steps),
     )
 
 
-class _Rig:
-    def __init__(self, client: Client, limits: Limits, rng: random.Random) -> None:
-        self.client, self.limits, self._rng = client, limits, rng
-
-    async def prompt(self, tokens: int, output: int) -> Completion:
-        """One request of new contents."""
-        ids = api.TokenIds(ids=self._rng.choices(_IDS, k=tokens))
-        request = api.GenerateRequest(token_ids=ids, max_tokens=output, ignore_eos=True, temperature=0)
-        done = await self.client.complete(request)
-        if done.timing is None or not done.arrivals:
-            raise InternalError(f"a request of {tokens} tokens ended without tokens or timing")
-        return done
-
-    def lengths(self, room: int) -> list[int]:
-        """Those of the grid that leave so many tokens for the answer."""
-        return [length for length in _LENGTHS if length + room <= self.limits.longest]
-
-    def features(self, tokens: int) -> Features:
-        """Of all steps of a prompt alone."""
-        return float(-(-tokens // self.limits.max_batch_tokens)), float(tokens), float(tokens**2)
-
-
-def _first_s(done: Completion) -> float:
-    return done.arrivals[0][0] - done.started_s
-
-
-def _timing(done: Completion) -> api.Timing:
-    return done.timing or api.Timing()
-
-
-async def _prefill(rig: _Rig) -> tuple[StepTime, float, dict[int, float]]:
-    """The law, the median of what a client waits beside it, and the medians by length."""
-    fit, besides, medians = StepTimeFit(), [], {}
+async def _prompts(rig: Rig, seen: _Seen) -> None:
     for length in rig.lengths(2):
-        seconds = []
-        for _ in range(rig.limits.repeats):
-            done = await rig.prompt(length, 1)
-            seconds.append(_timing(done).prefill_s)
-            besides.append(_first_s(done) - _timing(done).prefill_s)
-        medians[length] = statistics.median(seconds)
-    for _ in range(3):  # a law is made of at least eight
-        for length, seconds_each in medians.items():
-            fit.observe(rig.features(length), seconds_each)
-    return _law(fit), statistics.median(besides), medians
-
-
-async def _transfer(rig: _Rig, prompts: dict[int, float]) -> tuple[LayeredTransfer, float]:
-    """Seconds from the prompt's end to the decode worker's commit: a constant and a part for each token."""
-    fit, besides = StepTimeFit(), []
-    for length in prompts:
-        commits = []
-        for _ in range(rig.limits.repeats):
+        for _ in range(1 + (length <= 512)):
             done = await rig.prompt(length, 2)
-            commits.append(_timing(done).commit_s)
-            besides.append(_first_s(done) - _timing(done).prefill_s)
-        for _ in range(3):
-            fit.observe((1.0, float(length), 0.0), max(1e-6, statistics.median(commits)))
-    law = _law(fit)
-    return LayeredTransfer(law.a, law.b, 1), statistics.median(besides)
+            computing_s = timing_of(done).prefill_s
+            seen.prompts[length].append(computing_s)
+            seen.besides.append(first_s(done) - computing_s)
+            seen.commits[length].append(timing_of(done).commit_s)
+        if length <= 256:
+            done = await rig.prompt(length, 1)
+            seen.alone.append(first_s(done) - timing_of(done).prefill_s)
 
 
-async def _decode(rig: _Rig) -> tuple[StepTime, list[float]]:
-    """The law, and the relative errors of single batches under it."""
-    fit, seen = StepTimeFit(), []
-    output = rig.limits.steps
-    contexts = [length for length in (32, rig.limits.longest // 2) if length + output <= rig.limits.longest]
-    for context in contexts:
-        context = min(context, 512)
-        for batch in [size for size in _BATCHES if size <= rig.limits.max_sequences]:
-            if batch * (context + output) > rig.limits.longest * 4 and batch > 16:
-                continue
-            found = await _batch(rig, batch, context, output)
+async def _batches(rig: Rig, seen: _Seen, prefill: StepTime) -> None:
+    step_s = 1e-3
+    for context in _CONTEXTS:
+        for batch in (size for size in _BATCHES if size <= rig.limits.max_sequences):
+            if context > _CONTEXTS[0] and batch > _LONG_BATCHES:
+                break
+            before_s = batch * prefill.seconds(rig.features(context))  # of the prompts, one after the other
+            found = await rig.batch(batch, context, before_s / step_s)
             if found is not None:
-                seen.append(found)
-    for _ in range(2):
-        for features, seconds in seen:
+                seen.steps[batch, context].append(found)
+                step_s = found[1]
+
+
+def _prefill_law(rig: Rig, seen: _Seen) -> StepTime:
+    return law_of([(rig.features(length), statistics.median(values)) for length, values in seen.prompts.items()])
+
+
+def _medians(seen: _Seen) -> list[tuple[Features, float]]:
+    """Each point of the grid with the middle one of its steps."""
+    return [sorted(values, key=lambda step: step[1])[len(values) // 2] for values in seen.steps.values()]
+
+
+def _transfer(seen: _Seen) -> LayeredTransfer:
+    """The KV's way as the decode worker sees it, by tokens."""
+    found = [((1.0, float(n), 0.0), max(1e-6, statistics.median(values))) for n, values in seen.commits.items()]
+    law = law_of(found)
+    return LayeredTransfer(law.a, law.b, 1)
+
+
+def law_of(observed: Sequence[tuple[Features, float]]) -> StepTime:
+    """Raises InternalError where nothing was observed."""
+    fit = StepTimeFit()
+    for _ in range(max(1, -(-_LEAST // max(1, len(observed))))):
+        for features, seconds in observed:
             fit.observe(features, seconds)
-    law = _law(fit)
-    return law, [seconds / law.seconds(features) - 1 for features, seconds in seen]
-
-
-async def _batch(rig: _Rig, batch: int, context: int, output: int) -> tuple[Features, float] | None:
-    """Features and seconds of a step while all of a batch ran: from the last first token to the first end."""
-    answers = output + batch * (2 if batch > 8 else 0)
-    dones = await asyncio.gather(*(rig.prompt(context, answers) for _ in range(batch)))
-    begin = max(done.arrivals[0][0] for done in dones)
-    end = min(done.arrivals[-1][0] for done in dones)
-    moments = [[when for when, _ in done.arrivals if begin <= when <= end] for done in dones]
-    counts = [sum(n for when, n in done.arrivals if begin < when <= end) for done in dones]
-    if end <= begin or min(len(inside) for inside in moments) < 5:
-        return None
-    steps = statistics.mean(counts)
-    said = statistics.mean(sum(n for when, n in done.arrivals if when <= begin) for done in dones) + steps / 2
-    return (1.0, float(batch), batch * (context + said)), (end - begin) / steps
-
-
-async def _together(rig: _Rig, prefill: StepTime, decode: StepTime) -> tuple[float, float]:
-    """Time with the other pool at work / time alone: of prompts, of steps. Prompts go on to the decode worker, as they
-    do under load; between two of them the prefill worker rests a little, so its share of the time is counted."""
-    output = min(240, rig.limits.longest - 64)
-    length = min(256, rig.limits.longest - 2)
-    batch = min(4, rig.limits.max_sequences)
-    streams = [asyncio.create_task(rig.prompt(32, output)) for _ in range(batch)]
-    await asyncio.sleep(0.3)
-    began, computing = time.monotonic(), 0.0
-    slowed: list[float] = []
-    while not any(stream.done() for stream in streams):
-        done = await rig.prompt(length, 2)
-        computing += _timing(done).prefill_s
-        slowed.append(_timing(done).prefill_s / prefill.seconds(rig.features(length)))
-    ended = time.monotonic()
-    dones = await asyncio.gather(*streams)
-    window_end = min(min(done.arrivals[-1][0] for done in dones), ended)
-    ratios = []
-    for done in dones:
-        inside = [when for when, _ in done.arrivals if began <= when <= window_end]
-        if len(inside) > 5:
-            step = (inside[-1] - inside[0]) / (len(inside) - 1)
-            ratios.append(step / decode.seconds((1.0, float(batch), batch * (32 + output / 2))))
-    share = min(1.0, computing / (ended - began))
-    return _ratio(slowed[:-1] or slowed), 1 + (_ratio(ratios) - 1) / max(share, 0.2)
-
-
-def _ratio(values: Sequence[float]) -> float:
-    return max(1.0, statistics.median(values)) if values else 1.0
-
-
-def _law(fit: StepTimeFit) -> StepTime:
     law = fit.solved()
     if law is None:
         raise InternalError("too few measurements for a law; allow longer prompts or more of them")
@@ -229,8 +160,8 @@ def between(one: Profile, other: Profile) -> Profile:
     """The mean of two calibrations."""
     return Profile(
         f"mean of two calibrations: {one.source}",
-        StepTime(*((a + b) / 2 for a, b in zip(one.prefill, other.prefill, strict=True))),
-        StepTime(*((a + b) / 2 for a, b in zip(one.decode, other.decode, strict=True))),
+        _mean(one.prefill, other.prefill),
+        _mean(one.decode, other.decode),
         one.prefill_blocks,
         one.decode_blocks,
         LayeredTransfer(
@@ -245,4 +176,9 @@ def between(one: Profile, other: Profile) -> Profile:
         (one.noise + other.noise) / 2,
         (one.prefill_slowed + other.prefill_slowed) / 2,
         (one.decode_slowed + other.decode_slowed) / 2,
+        (*one.steps, *other.steps),
     )
+
+
+def _mean(one: StepTime, other: StepTime) -> StepTime:
+    return StepTime(*((a + b) / 2 for a, b in zip(one, other, strict=True)))

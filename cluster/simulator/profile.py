@@ -10,12 +10,14 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from ...proto.errors import ConfigError
-from ...proto.step_time import StepTime
+from ...proto.step_time import StepTime, StepTimeFit
 from ...router.placement.choose import Objectives
 from ..config import Config
 from ..planner.setup import site
 from ..spec import tightest
 from .spec import Cluster, DecodePool, LayeredTransfer, Overheads, PrefillPool, Rules
+
+_BELOW, _ABOVE, _FEW = 6.0, 2.5, 4.0  # parts and times of the batch that a law is wanted for; sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,20 @@ class Profile:
     noise: float = 0.0
     prefill_slowed: float = 1.0  # time of a step with the other pool at work / alone, where both share a machine
     decode_slowed: float = 1.0
+    steps: tuple[tuple[float, float, float], ...] = ()  # of which `decode` is: sequences, their tokens, seconds
+
+    def around(self, batch: float) -> Profile:
+        """With the law of decode steps fitted to those of about so many sequences: a straight line from one sequence to
+        the most is off by ten percent and more in between. Unchanged where too few are known."""
+        least, most = batch / _BELOW, max(_FEW, _ABOVE * batch)
+        near = [((1.0, n, tokens), seconds) for n, tokens, seconds in self.steps if least <= n <= most]
+        if len({features[1] for features, _ in near}) < 3:
+            return self
+        fit = StepTimeFit()
+        for features, seconds in near:
+            fit.observe(features, seconds)
+        law = fit.solved()
+        return replace(self, decode=law) if law is not None else self
 
     def shared(self, prefill_busy: float, decode_busy: float) -> Profile:
         """The laws where the pools compute for these shares of the time."""
@@ -93,7 +109,13 @@ def cluster_of(config: Config, profile: Profile, sample_s: float | None) -> Clus
             pools.prefill.max_batch_tokens,
             pools.prefill.lookahead,
         ),
-        DecodePool(pools.decode.replicas, profile.decode, profile.decode_blocks, pools.decode.max_sequences),
+        DecodePool(
+            pools.decode.replicas,
+            profile.decode,
+            profile.decode_blocks,
+            pools.decode.max_sequences,
+            pools.decode.prompt_chunk,
+        ),
         block_size(config),
         profile.transfer,
         Rules(
@@ -106,6 +128,7 @@ def cluster_of(config: Config, profile: Profile, sample_s: float | None) -> Clus
             clocks.commit,
             clocks.request,
             router.attempts,
+            router.placement.disaggregation,
         ),
         profile.overheads,
         prefix_cache=config.engine.prefix_cache,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
+from ...decode_worker.scheduler import Sequence as Decoding
 from ...proto.leg import Leg
 from ...proto.leg import LegKey as WorkerLegKey
 from ...proto.sampling import SamplingParams
@@ -68,6 +69,25 @@ class Flight:
     joined: bool = False  # the decode worker has all KV
     tries: int = 1
 
+    @property
+    def here(self) -> bool:
+        """Whether its decode worker computes the prompt."""
+        return self.prefill is None and self.decode is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request in the batch of a decode worker. `sequence` is the scheduler's own, which counts its tokens."""
+
+    flight: Flight
+    sequence: Decoding
+    table: list[int]
+
+    @property
+    def said(self) -> int:
+        """Tokens of the answer."""
+        return self.flight.generated + 1 + self.sequence.tokens - self.flight.leg.length
+
 
 def leg_of(number: int, attempt: int, arrival: Arrival, generated: int, deadline: float) -> Leg:
     """As the workers know it; prompts of unknown contents are ranges, which cost nothing."""
@@ -106,4 +126,4 @@ def again(flight: Flight, generated: int) -> None:
     flight.leg = leg_of(flight.number, flight.attempt, flight.arrival, generated, flight.leg.deadline)
 
 
-__all__ = ["Arrival", "Flight", "WorkerLegKey", "again", "flight_of", "leg_of"]
+__all__ = ["Arrival", "Flight", "Running", "WorkerLegKey", "again", "flight_of", "leg_of"]

@@ -1,10 +1,11 @@
 """What became of the simulated requests: a few numbers of each, kept as arrays, and what is made of them.
 
-TTFT, TPOT and end to end are what a client sees, defined as in `bench_stats.py`.
+TTFT, TPOT and end to end are what a client sees of its own request, defined as in `bench_stats.py`.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bench_stats import time_per_token
 from .request import Flight
 
 Limits = Mapping[str, Mapping[str, float]]  # metric ("ttft", "tpot") -> percentile name -> seconds
@@ -27,7 +29,7 @@ class Results:
         self._ttft, self._tpot, self._e2e = array("f"), array("f"), array("f")
         self._prompt, self._output = array("I"), array("I")
         self.all_refused = self.all_failed = self.all_too_long = 0
-        self.preemptions = self.retries = 0
+        self.preemptions = self.retries = self.on_decode = 0  # the last: whose decode worker computed the prompt
         self.hints_s = 0.0  # sum of the hints of those refused
 
     def served(self, flight: Flight) -> None:
@@ -38,7 +40,8 @@ class Results:
         self.sent_s.append(arrival.at)
         self.ended_s.append(ended)
         self._ttft.append(first - arrival.at)
-        self._tpot.append((ended - first) / (arrival.output - 1) if arrival.output > 1 else float("nan"))
+        each = time_per_token(first, ended, arrival.output - 1)
+        self._tpot.append(each if each is not None else math.nan)
         self._e2e.append(ended - arrival.at)
         self._prompt.append(arrival.prompt)
         self._output.append(arrival.output)

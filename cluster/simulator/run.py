@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...router.life_messages import Peer
-from .aggregated import AggregatedWorker
+from ...router.placement.disaggregation import ALWAYS
+from .aggregated import AggregatedWorker, ComputingWorker
 from .clock import Clock
 from .decode import DecodeWorker
 from .front import Router
@@ -62,6 +63,8 @@ class Simulation:
         self.starting: dict[Role, int] = dict.fromkeys(_ROLES, 0)
         self.arrived = self.prompt_tokens = self.output_tokens = 0
         self._named, self._merge, self._every = named and cluster.prefix_cache, merge, every
+        computing = ComputingWorker if cluster.disaggregation != ALWAYS else DecodeWorker
+        self._kind = AggregatedWorker if cluster.aggregated else computing
         self._incarnations, self._seed = 0, seed
         self._names: dict[Role, int] = dict.fromkeys(_ROLES, 0)
         self.gone: list[Worker] = []  # that took requests and do no more; after the run: all
@@ -142,8 +145,7 @@ class Simulation:
         if role == "prefill":
             worker: Worker = PrefillWorker(*shared)
         else:
-            kind = AggregatedWorker if self.cluster.aggregated else DecodeWorker
-            worker = kind(*shared, merge=self._merge)
+            worker = self._kind(*shared, merge=self._merge)
         self.workers[name] = worker
         self._born[name] = self.clock.now
         self.router.worker_up(worker)

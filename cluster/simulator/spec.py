@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from ...proto.step_time import StepTime
 from ...router.placement.choose import Objectives
+from ...router.placement.disaggregation import ALWAYS, NEVER
 
 Role = Literal["prefill", "decode"]
 
@@ -34,6 +35,7 @@ class DecodePool:
     law: StepTime
     blocks: int
     max_sequences: int
+    prompt_chunk: int = 128  # tokens of prompts that are computed here, in one step beside the batch
 
 
 class Transfer(Protocol):
@@ -85,6 +87,7 @@ class Rules:
     commit_timeout_s: float
     request_s: float  # deadline
     attempts: int
+    disaggregation: str = ALWAYS  # in `router/placement/disaggregation.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,16 @@ class Cluster:
     prefix_cache: bool = True
     noise: float = 0.0
     changes: Sequence[Change] = field(default=())
-    aggregated: bool = False  # workers of the decode pool compute prompts too, and there are no others; a step that
-    # does both takes what the decode law says and b and c of the prefill law more
+    aggregated: bool = False  # workers of the decode pool compute prompts too, and there are no others. A step that
+    # does both takes what the decode law says and b and c of the prefill law more, also where `rules` let it
     sample_s: float | None = None  # between two rows of the timeline; None: there is none
+
+    @property
+    def disaggregation(self) -> str:
+        """Where prompts are computed."""
+        return NEVER if self.aggregated else self.rules.disaggregation
+
+    @property
+    def prompt_chunk(self) -> int:
+        """Prompt tokens of a step of the decode pool."""
+        return self.prefill.max_batch_tokens if self.aggregated else self.decode.prompt_chunk

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from ..config import Lengths
+from ..config_workload import Lengths
 from .request import Arrival
 
 Draw = Callable[[], tuple[int, int]]  # prompt and output tokens of one request

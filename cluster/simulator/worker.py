@@ -8,7 +8,6 @@ from typing import Protocol
 from ...engine.block_pool import BlockPool
 from ...engine.prefix_feed import PrefixFeed
 from ...proto import worker_pb2 as pb
-from ...proto.step_time import StepTime
 from ...router.life_messages import Peer
 from ...router.placer import Site
 from .clock import Clock
@@ -29,7 +28,7 @@ class Front(Protocol):
         ...
 
     def first_token(self, flight: Flight) -> None:
-        """A worker of an aggregated pool drew it, and goes on with the request."""
+        """A decode worker that computed the prompt drew it, and goes on with the request."""
         ...
 
     def computed(self, flight: Flight) -> None:
@@ -63,6 +62,8 @@ class Worker:
     ) -> None:
         pool = cluster.prefill if self.role == "prefill" else cluster.decode
         self.clock, self.front, self.law = clock, front, pool.law
+        self._prompt_law = cluster.prefill.law
+        self._prompt_tokens = cluster.prefill.max_batch_tokens if self.role == "prefill" else cluster.prompt_chunk
         self.peer = peer
         size = cluster.block_size
         self.pool: BlockPool = BlockPool(pool.blocks, size, True) if named else CountedPool(pool.blocks, size)
@@ -79,16 +80,18 @@ class Worker:
         """Whether nobody's request is here."""
         raise NotImplementedError
 
-    def site(self, step_tokens: int) -> Site:
-        """As the router sees it. The law is the one that a live worker would have fitted to its steps."""
-        law: StepTime = self.law
+    def site(self) -> Site:
+        """As the router sees it. The laws are those that a live worker would have fitted to its steps."""
+        law, prompts = self.law, self._prompt_law
         welcome = pb.Welcome(
             role=self.role,
             block_size=self.pool.block_size,
             total_blocks=self.pool.total,
-            max_batch_tokens=step_tokens,
+            max_batch_tokens=self._prompt_tokens,
         )
         load = pb.Load(step_time=pb.StepTime(a=law.a, b=law.b, c=law.c))
+        if self.role == "decode":
+            load.prefill_time.CopyFrom(pb.StepTime(b=prompts.b, c=prompts.c))
         return Site(self.peer, self.peer.worker_id, welcome, load)
 
     def _factor(self) -> float:

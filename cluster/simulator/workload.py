@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Literal
 
 from ...proto.errors import ConfigError
-from ..config import WorkloadSection
+from ..config_workload import WorkloadSection
 from . import synthetic, traces
 from .request import Arrival
 
 Shape = Literal["poisson", "gamma", "diurnal"]
+_SHAPES: tuple[Shape, ...] = ("poisson", "gamma", "diurnal")
 _ENOUGH = 2000  # requests, where nothing says how many; a p99 has twenty of them above it
 _AMPLITUDE, _DAY_S = 0.6, 86_400.0
+
+
+def shape_of(name: str) -> Shape:
+    """Raises ConfigError: there is none of that name."""
+    for shape in _SHAPES:
+        if shape == name:
+            return shape
+    raise ConfigError(f"--workload: is {name}; there are {', '.join(_SHAPES)}")
 
 
 @dataclass(frozen=True, slots=True)

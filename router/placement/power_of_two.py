@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from .policy import Candidate, Choice, Demand, least
+from .policy import Candidate, Choice, Demand
 
 
 class PowerOfTwo:
@@ -21,5 +21,10 @@ class PowerOfTwo:
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         """One of two."""
-        two = rng.sample(candidates, min(2, len(candidates)))
-        return Choice(least([candidate.outstanding for candidate in two], two, rng).peer)
+        count = len(candidates)
+        one = rng.randrange(count)
+        if count == 1:
+            return Choice(candidates[one].peer)
+        other = rng.randrange(count - 1)
+        first, second = candidates[one], candidates[other + (other >= one)]
+        return Choice((first if first.outstanding <= second.outstanding else second).peer)  # either may be the first
