@@ -196,7 +196,7 @@ class GrpcSection(Section):
     max_streams: Count = 10_000  # calls of one connection at the same time
     reflection: bool = True
     channelz: bool = True
-    open_inference: bool = True  # inference.GRPCInferenceService (KServe v2) beside baton.v1
+    open_inference: bool = True  # KServe v2: inference.GRPCInferenceService beside baton.v1, /v2 of the HTTP port
 
 
 class BatchesSection(Section):

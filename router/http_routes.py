@@ -22,6 +22,7 @@ from .front_door import FrontDoor
 from .http_batches import BatchRoutes
 from .http_body import read_body
 from .http_generation import Generation, error_response
+from .http_open_inference import OpenInferenceRoutes
 from .openai_calls import CHAT, COMPLETIONS, checked, json_of, read_call
 from .openai_schema import parse
 from .openai_text import DetokenizeRequest, TokenizeRequest
@@ -48,6 +49,7 @@ def application(door: FrontDoor, batches: Batches | None) -> Starlette:
         ("/openapi.json", routes.openapi, "GET"),
         ("/debug/requests/{request_id}", routes.story, "GET"),
         *BatchRoutes(door, batches).paths(),
+        *(OpenInferenceRoutes(door).paths() if door.params.grpc.open_inference else ()),
     ]
     return Starlette(
         routes=[Route(path, endpoint, methods=[method]) for path, endpoint, method in paths],
@@ -102,7 +104,7 @@ class _Routes:
 
     async def openapi(self, request: Request) -> Response:
         """What is served here, as an OpenAPI document."""
-        return JSONResponse(document())
+        return JSONResponse(document(self._served))
 
     async def story(self, request: Request) -> Response:
         """What happened to a request that runs or ended lately; for people on this host only."""

@@ -27,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", required=True, help="of the environment with the clients")
     parser.add_argument("--calls", type=int, default=10_000, help="of the fuzzer")
+    parser.add_argument("--seed", type=int, default=1, help="of the fuzzer")
     parser.add_argument("clients", nargs="*", default=list(CLIENTS), help=f"of {', '.join(CLIENTS)}")
     options = parser.parse_args()
     failed = []
@@ -59,7 +60,17 @@ def fuzz(rig: Rig, options: argparse.Namespace) -> int:
     tool = Path(options.python).with_name("schemathesis")
     operations = 18
     command = [
-        *(str(tool), "run", f"{rig.http}/openapi.json", "--phases", "fuzzing", "--mode", "all", "--seed", "1"),
+        *(
+            str(tool),
+            "run",
+            f"{rig.http}/openapi.json",
+            "--phases",
+            "fuzzing",
+            "--mode",
+            "all",
+            "--seed",
+            str(options.seed),
+        ),
         *("--checks", "not_a_server_error", "--max-response-time", "20", "--request-timeout", "30"),
         *("--max-examples", str(-(-options.calls // operations)), "--suppress-health-check", "all"),
         *("--continue-on-failure", "--no-color", "--generation-database", "none"),
