@@ -54,10 +54,6 @@ def _gateway_ports(config: Config) -> list[tuple[str, str]]:
 
 def _front(config: Config) -> dict[str, str]:
     router = config.router
-    if router.tenants is not None and router.batches.folder is not None:
-        return {
-            "router.batches.folder": "is shared by all tenants, whose files it would show to each other; leave it out"
-        }
     named = {"router.tenants": router.tenants}
     if config.cluster.tls is not None:
         named |= {f"cluster.tls.{key}": path for key, path in config.cluster.tls.paths.items()}

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..proto.errors import ConfigError
 from . import loop_lag, membership
-from .batch_store import BatchStore
 from .batches import Batches
 from .core import Core
 from .front_door import FrontDoor
@@ -69,10 +68,9 @@ def _batches(params: RouterParams, door: FrontDoor, rng: random.Random) -> Batch
     if options.folder is None:
         return None
     try:
-        store = BatchStore(Path(options.folder), options.files)
+        return Batches(door, options, Path(options.folder), rng)
     except OSError as error:
         raise ConfigError(f"router.batches.folder: {options.folder}: {error.strerror or error}") from None
-    return Batches(door, store, options.parallelism, rng)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
