@@ -193,6 +193,7 @@ class SpecBuilder:
         self._name = name
         self.membership_address = ""  # of the controller, once it is known
         self._secrets: dict[str, bytes] = {}
+        self.metrics_folder = ""  # where routers and gateways tell each other what they counted
 
     def worker(self, worker_id: str, incarnation: str, rank: int, leader: str) -> WorkerSpec:
         """One rank of a worker."""
@@ -251,7 +252,11 @@ class SpecBuilder:
             block_size=config.kv.block_size,
             kv_dtype=config.kv.dtype,
             model_dtype=config.model.dtype,
-            router=replace(router, router_id=f"{worker_id}-gateway"),
+            router=replace(
+                router,
+                router_id=f"{worker_id}-gateway",
+                metrics_socket=f"{self.metrics_folder}/{worker_id}" if self.metrics_folder else "",
+            ),
         )
 
 
@@ -266,6 +271,8 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         grpc=grpc_params(config),
         http_address=router.http,
         share_ports=router.processes > 1,
+        joins=False,
+        metrics_socket="",  # the deployment knows where its processes meet
         membership_address=membership_address,
         peer_tls=peer_tls(config),
         prefill_placement=router.placement.prefill,

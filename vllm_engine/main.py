@@ -22,6 +22,7 @@ from ..router.front_door import FrontDoor
 from ..router.front_tls import grpc_credentials
 from ..router.grpc_auth import Authenticated
 from ..router.grpc_guard import Guard
+from ..router.metrics_peers import MetricsPeers
 from ..router.sessions import Member
 from ..router.tenants import Tenants
 from ..router.text_service import TextService
@@ -57,6 +58,9 @@ async def serve(params: VllmParams, listening: Callable[[str], None]) -> None:
         rng = random.Random()
         core = Core(params.router, text.tokenizer, rng, tenants)
         stack.push_async_callback(core.sessions.close)
+        peers = MetricsPeers(params.router.metrics_socket, core.metrics)
+        await peers.start()
+        stack.push_async_callback(peers.stop)
         service = VllmEngine(params, FrontDoor(params.router, core, text, rng), resolve(params.router.model_path))
         checks = health.aio.HealthServicer()
         add_VllmEngineServicer_to_server(service, server)
