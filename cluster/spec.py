@@ -17,8 +17,9 @@ from ..decode_worker.params import DecodeParams
 from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
+from ..proto.errors import ConfigError
 from ..proto.peer_tls import PeerTLS
-from ..router.params import BatchParams, FrontTLS, GrpcParams, RequestLimits, RouterParams
+from ..router.params import BatchParams, FrontTLS, GrpcParams, RequestLimits, RouterParams, TenantParams
 from ..vllm_engine.params import VllmParams
 from . import tenants
 from .config import Config, Percentiles, PoolSection
@@ -243,6 +244,7 @@ class SpecBuilder:
             return None
         number = int(worker_id.rpartition("-")[2])
         router = router_params(config, self._name, self.membership_address)
+        keyless = config.router.gateway_tenant
         return VllmParams(
             address=later_address(base, number),
             key=f"pools.{role}.vllm_grpc",
@@ -252,6 +254,7 @@ class SpecBuilder:
             block_size=config.kv.block_size,
             kv_dtype=config.kv.dtype,
             model_dtype=config.model.dtype,
+            keyless=next((one for one in router.tenants if one.name == keyless), None),
             router=replace(
                 router,
                 router_id=f"{worker_id}-gateway",
@@ -289,7 +292,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         max_inflight=router.max_inflight,
         lame_duck_s=config.clocks.lame_duck,
         stream_interval=router.stream_interval,
-        tenants=tenants.read(config.folder / Path(router.tenants).expanduser()) if router.tenants else (),
+        tenants=_tenants(config),
         tls=_front_tls(config),
         traces=router.traces or "",
         stop_grace_s=config.cluster.stop_grace / 2,
@@ -316,6 +319,14 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
             parallelism=router.batches.parallelism,
         ),
     )
+
+
+def _tenants(config: Config) -> tuple[TenantParams, ...]:
+    router = config.router
+    known = tenants.read(config.folder / Path(router.tenants).expanduser()) if router.tenants else ()
+    if router.gateway_tenant is not None and router.gateway_tenant not in {one.name for one in known}:
+        raise ConfigError(f"router.gateway_tenant: {router.gateway_tenant} is not in {router.tenants}")
+    return known
 
 
 def grpc_params(config: Config) -> GrpcParams:

@@ -41,7 +41,7 @@ async def serve(params: VllmParams, listening: Callable[[str], None]) -> None:
     front door. Raises ConfigError when the address is taken or a file of TLS cannot be used."""
     async with contextlib.AsyncExitStack() as stack:
         options = public_options(params.router.grpc, params.router.limits.body_bytes)
-        tenants, tls = Tenants(params.router.tenants, time.monotonic()), params.router.tls
+        tenants, tls = Tenants(params.router.tenants, time.monotonic(), params.keyless), params.router.tls
         credentials = grpc_credentials(tls) if tls is not None else None
         interceptors = (Authenticated(tenants), Guard(frozenset((SERVICE,))))
         server = grpc.aio.server(interceptors=interceptors, options=options)
