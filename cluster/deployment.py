@@ -25,7 +25,7 @@ from .failures import StartFailed, port_hint
 from .launcher import Launcher
 from .units import show_duration
 
-_ROUTER_COMMAND = (sys.executable, "-m", "baton.cluster.router_process")
+ROUTER_COMMAND = (sys.executable, "-m", "baton.cluster.router_process")
 _log = logging.getLogger(__name__)
 
 
@@ -170,7 +170,7 @@ class Deployment:
                 grpc, http = self.endpoints["grpc"], self.endpoints["http"]
                 joins = self._config.router.processes > 1
                 params = replace(params, grpc_address=grpc, http_address=http, joins=joins)
-            router = await Child.spawn(_ROUTER_COMMAND, spec.router_to_json(params), on_report)
+            router = await Child.spawn(ROUTER_COMMAND, spec.router_to_json(params), on_report)
             self._routers[number] = router
             reason = await router.wait()
             if self._stopping.is_set():
