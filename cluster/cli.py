@@ -28,6 +28,7 @@ from .cli_options import (
     PrintOption,
     SetOption,
     VerboseOption,
+    check_place,
     load_config,
     one_target,
     warn,
@@ -83,6 +84,28 @@ def serve(
 
         warn(facts.warnings)
         code = driver.run(run_serve(loaded, facts, verbose))
+    raise typer.Exit(code)
+
+
+@app.command(epilog="Example: baton join configs/nodes.yaml --admin 10.0.0.1:50052")
+def join(
+    config: ConfigArgument,
+    admin: Annotated[str, typer.Option("--admin", metavar="HOST:PORT", help="the administration of the cluster.")],
+    set_: SetOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Serve as one more router of a cluster that runs elsewhere, with its configuration, until interrupted."""
+    from . import driver
+    from .model_check import check_model
+
+    loaded = load_config(config, set_, False)
+    check_place("--admin", admin)
+    facts = check_model(loaded)
+    code = driver.supervise_if_needed()
+    if code is None:
+        from .join import join as run_join
+
+        code = driver.run(run_join(loaded, facts, admin, verbose))
     raise typer.Exit(code)
 
 

@@ -66,13 +66,14 @@ def one_target(
     if (config is None) == (place is None):
         raise ConfigError(f"give either --config (start a cluster for this job) or {option} (use a running one)")
     if place is not None:
-        _check_place(option, place)
+        check_place(option, place)
         for other, given in (("--set", bool(settings)), ("--print-config", print_only)):
             if given:
                 raise ConfigError(f"{other} needs --config: the cluster at {option} has its configuration already")
 
 
-def _check_place(option: str, place: str) -> None:
+def check_place(option: str, place: str) -> None:
+    """Raises ConfigError for what is no address (or no URL, for --url)."""
     from .http_client import Origin
     from .units import split_address
 

@@ -172,7 +172,7 @@ class GrpcSection(Section):
     max_streams: Count = 10_000  # calls of one connection at the same time
     reflection: bool = True
     channelz: bool = True
-    open_inference: bool = True  # inference.GRPCInferenceService (KServe v2) beside baton.v1
+    open_inference: bool = True  # KServe v2: inference.GRPCInferenceService beside baton.v1, /v2 of the HTTP port
 
 
 class BatchesSection(Section):
@@ -198,6 +198,10 @@ class RouterSection(Section):
     stream_interval: Annotated[int, Field(ge=1, le=1024)] = 1  # tokens of a choice in one message to the client, its
     # first one aside, where the request does not say; more costs the router less
     tenants: Text | None = None  # a file of tenants and the hashes of their API keys (`baton keys`); None: no keys
+    gateway_tenant: Text | None = (
+        None  # whose requests those of gateways are that show no key (pools.*.vllm_grpc), as SMG
+    )
+    # cannot; None: they are refused
     tls: FrontTLSSection | None = None  # None: plain HTTP and gRPC
     traces: Text | None = None  # OTLP endpoint (gRPC) for spans, http://host:4317; None: no spans
     limits: LimitsSection = LimitsSection()

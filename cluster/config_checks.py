@@ -54,10 +54,8 @@ def _gateway_ports(config: Config) -> list[tuple[str, str]]:
 
 def _front(config: Config) -> dict[str, str]:
     router = config.router
-    if router.tenants is not None and router.batches.folder is not None:
-        return {
-            "router.batches.folder": "is shared by all tenants, whose files it would show to each other; leave it out"
-        }
+    if router.gateway_tenant is not None and router.tenants is None:
+        return {"router.gateway_tenant": "needs router.tenants, which names it"}
     named = {"router.tenants": router.tenants}
     if config.cluster.tls is not None:
         named |= {f"cluster.tls.{key}": path for key, path in config.cluster.tls.paths.items()}
@@ -74,15 +72,17 @@ def _front(config: Config) -> dict[str, str]:
 def exposed(config: Config) -> list[str]:
     """Listeners that other hosts can reach and anybody may use."""
     router, found = config.router, []
-    guarded = router.tenants is not None or (router.tls is not None and router.tls.client_ca is not None)
+    mutual = router.tls is not None and router.tls.client_ca is not None
+    guarded = router.tenants is not None or mutual
     listeners = [(f"router.{name}", getattr(router, name)) for name in ("grpc", "http", "admin")]
     for name in ("prefill", "decode"):
         address = getattr(config.pools, name).vllm_grpc
         if address is not None:
             listeners.append((f"pools.{name}.vllm_grpc", address))
     for key, address in listeners:
-        admin = key == "router.admin"
-        if split_address(address)[0] in _LOOPBACK or (config.cluster.tls is not None if admin else guarded):
+        admin, keyless = key == "router.admin", key.startswith("pools.") and router.gateway_tenant is not None
+        safe = config.cluster.tls is not None if admin else mutual if keyless else guarded
+        if split_address(address)[0] in _LOOPBACK or safe:
             continue
         what = "can drain workers and scale pools" if admin else "can use the model"
         cure = "give cluster.tls, or listen on 127.0.0.1" if admin else "give router.tenants (see `baton keys`)"

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +25,7 @@ from .failures import StartFailed, port_hint
 from .launcher import Launcher
 from .units import show_duration
 
-_ROUTER_COMMAND = (sys.executable, "-m", "baton.cluster.router_process")
+ROUTER_COMMAND = (sys.executable, "-m", "baton.cluster.router_process")
 _log = logging.getLogger(__name__)
 
 
@@ -63,6 +65,9 @@ class Deployment:
             tls=spec.peer_tls(config),
         )
         self._specs = spec.SpecBuilder(config, name)
+        gateways = [pool.vllm_grpc for pool in pools.values() if pool.vllm_grpc is not None]
+        if config.router.processes > 1 or gateways:
+            self._specs.metrics_folder = tempfile.mkdtemp(prefix="baton-metrics-")
         self.controller: Controller[Any] = Controller(
             settings, launcher, self._specs.worker, spec.wanted_workers(config), on_report
         )
@@ -115,6 +120,8 @@ class Deployment:
         await self.controller.close()
         await self._launcher.close()
         await self._control.stop()
+        if self._specs.metrics_folder:
+            await asyncio.to_thread(shutil.rmtree, self._specs.metrics_folder, ignore_errors=True)
 
     @property
     def url(self) -> str:
@@ -143,8 +150,9 @@ class Deployment:
 
     async def _keep_router(self, admin: str, number: int) -> None:
         """Run a router, and again when it dies; before any was ready its end is a failure to start."""
+        name, folder = f"router-{number}" if number else "router", self._specs.metrics_folder
         params = spec.router_params(self._config, self._name, admin)
-        name = f"router-{number}" if number else "router"
+        params = replace(params, metrics_socket=f"{folder}/{name}" if folder else "")
         failures = 0
 
         def on_report(kind: str, fields: dict[str, Any]) -> None:
@@ -160,8 +168,9 @@ class Deployment:
         while True:
             if self._router_ready.done():  # clients know these ports
                 grpc, http = self.endpoints["grpc"], self.endpoints["http"]
-                params = replace(params, grpc_address=grpc, http_address=http)
-            router = await Child.spawn(_ROUTER_COMMAND, spec.router_to_json(params), on_report)
+                joins = self._config.router.processes > 1
+                params = replace(params, grpc_address=grpc, http_address=http, joins=joins)
+            router = await Child.spawn(ROUTER_COMMAND, spec.router_to_json(params), on_report)
             self._routers[number] = router
             reason = await router.wait()
             if self._stopping.is_set():

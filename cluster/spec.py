@@ -17,8 +17,9 @@ from ..decode_worker.params import DecodeParams
 from ..engine.params import EngineParams, SpeculationParams
 from ..kv_transfer.params import TLSFiles, TransferParams
 from ..prefill_worker.params import PrefillParams
+from ..proto.errors import ConfigError
 from ..proto.peer_tls import PeerTLS
-from ..router.params import BatchParams, FrontTLS, GrpcParams, RequestLimits, RouterParams
+from ..router.params import BatchParams, FrontTLS, GrpcParams, RequestLimits, RouterParams, TenantParams
 from ..vllm_engine.params import VllmParams
 from . import tenants
 from .config import Config, PoolSection
@@ -194,6 +195,7 @@ class SpecBuilder:
         self._name = name
         self.membership_address = ""  # of the controller, once it is known
         self._secrets: dict[str, bytes] = {}
+        self.metrics_folder = ""  # where routers and gateways tell each other what they counted
 
     def worker(self, worker_id: str, incarnation: str, rank: int, leader: str) -> WorkerSpec:
         """One rank of a worker."""
@@ -243,6 +245,7 @@ class SpecBuilder:
             return None
         number = int(worker_id.rpartition("-")[2])
         router = router_params(config, self._name, self.membership_address)
+        keyless = config.router.gateway_tenant
         return VllmParams(
             address=later_address(base, number),
             key=f"pools.{role}.vllm_grpc",
@@ -252,7 +255,12 @@ class SpecBuilder:
             block_size=config.kv.block_size,
             kv_dtype=config.kv.dtype,
             model_dtype=config.model.dtype,
-            router=replace(router, router_id=f"{worker_id}-gateway"),
+            keyless=next((one for one in router.tenants if one.name == keyless), None),
+            router=replace(
+                router,
+                router_id=f"{worker_id}-gateway",
+                metrics_socket=f"{self.metrics_folder}/{worker_id}" if self.metrics_folder else "",
+            ),
         )
 
 
@@ -267,6 +275,8 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         grpc=grpc_params(config),
         http_address=router.http,
         share_ports=router.processes > 1,
+        joins=False,
+        metrics_socket="",  # the deployment knows where its processes meet
         membership_address=membership_address,
         peer_tls=peer_tls(config),
         prefill_placement=router.placement.prefill,
@@ -283,7 +293,7 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
         max_inflight=router.max_inflight,
         lame_duck_s=config.clocks.lame_duck,
         stream_interval=router.stream_interval,
-        tenants=tenants.read(config.folder / Path(router.tenants).expanduser()) if router.tenants else (),
+        tenants=_tenants(config),
         tls=_front_tls(config),
         traces=router.traces or "",
         stop_grace_s=config.cluster.stop_grace / 2,
@@ -310,6 +320,14 @@ def router_params(config: Config, name: str, membership_address: str) -> RouterP
             parallelism=router.batches.parallelism,
         ),
     )
+
+
+def _tenants(config: Config) -> tuple[TenantParams, ...]:
+    router = config.router
+    known = tenants.read(config.folder / Path(router.tenants).expanduser()) if router.tenants else ()
+    if router.gateway_tenant is not None and router.gateway_tenant not in {one.name for one in known}:
+        raise ConfigError(f"router.gateway_tenant: {router.gateway_tenant} is not in {router.tenants}")
+    return known
 
 
 def grpc_params(config: Config) -> GrpcParams:

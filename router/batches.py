@@ -21,6 +21,8 @@ from .batch_store import BatchStore, Json, batch_over
 from .front_door import FrontDoor
 from .openai_calls import Running, read_call
 from .openai_shapes import error_body
+from .params import BatchParams, TenantParams
+from .tenants import ANYBODY, current
 from .validate import MAX_PRIORITY
 
 _log = logging.getLogger(__name__)
@@ -28,31 +30,49 @@ _LONGEST_WAIT_S = 30.0
 _LOOK_S = 5.0  # for batches that another router left behind
 _SAVE_S = 1.0  # between two notes of how far a batch is
 MAX_LINES = 50_000
+_TENANTS = "tenants"  # a folder beside those of a store
 
 
 class Batches:
-    """Runs the batches of a store, one after the other. `parallelism`: requests of one at the same time."""
+    """Runs the batches of every tenant, a tenant's one after the other, each in a folder of its own. Raises OSError.
 
-    def __init__(self, door: FrontDoor, store: BatchStore, parallelism: int, rng: random.Random) -> None:
-        self.store = store
+    With no tenants configured everything is ANYBODY's. `parallelism`: requests of a batch at the same time.
+    """
+
+    def __init__(self, door: FrontDoor, options: BatchParams, folder: Path, rng: random.Random) -> None:
         self._door = door
-        self._parallelism = parallelism
+        self._parallelism = options.parallelism
         self._rng = rng
-        self._wake = asyncio.Event()
+        self._owners = door.params.tenants or (ANYBODY,)
+        folders = {one.name: folder / _TENANTS / one.name if one.name else folder for one in self._owners}
+        self._stores = {name: BatchStore(place, options.files) for name, place in folders.items()}
+        self._wake = {name: asyncio.Event() for name in folders}
+
+    @property
+    def store(self) -> BatchStore:
+        """Files and batches of the tenant that is being served."""
+        return self._stores[current.get().name]
 
     def look(self) -> None:
-        """There is a new batch."""
-        self._wake.set()
+        """That tenant has a new batch."""
+        self._wake[current.get().name].set()
 
     async def run(self) -> None:
         """Until it is cancelled; what is then under way goes on at the next start."""
+        async with asyncio.TaskGroup() as group:
+            for owner in self._owners:
+                group.create_task(self._run_all(owner))
+
+    async def _run_all(self, owner: TenantParams) -> None:
+        """As the tenant itself: its rate, its share, its salt."""
+        current.set(owner)
         while True:
             for batch in reversed(await asyncio.to_thread(self.store.batches)):
                 if not batch_over(batch):
                     await self._run_safely(batch)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _LOOK_S)
-            self._wake.clear()
+                await asyncio.wait_for(self._wake[owner.name].wait(), _LOOK_S)
+            self._wake[owner.name].clear()
 
     async def _run_safely(self, batch: Json) -> None:
         claim = await asyncio.to_thread(self.store.claim, batch["id"])

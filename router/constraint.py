@@ -32,7 +32,8 @@ class Calls:
 
 def compiled(wanted: Constraint, vocabulary: grammar.Vocabulary, style: ToolStyle | None, most_bytes: int) -> str:
     """The grammar, checked against the model's tokens: tens of milliseconds. Raises InvalidRequest with the field."""
-    text = _grammar(wanted, style)
+    mark_id = vocabulary.special_ids.get(style.mark) if style is not None else None
+    text = _grammar(wanted, style, mark_id)
     size = len(text.encode())
     if size > most_bytes:
         raise InvalidRequest(
@@ -42,7 +43,7 @@ def compiled(wanted: Constraint, vocabulary: grammar.Vocabulary, style: ToolStyl
     return text
 
 
-def _grammar(wanted: Constraint, style: ToolStyle | None) -> str:
+def _grammar(wanted: Constraint, style: ToolStyle | None, mark_id: int | None) -> str:
     match wanted.kind:
         case "json":
             return grammar.from_schema(wanted.value, wanted.field)
@@ -55,4 +56,4 @@ def _grammar(wanted: Constraint, style: ToolStyle | None) -> str:
         case "calls":
             if style is None:
                 raise InvalidRequest(f"{wanted.field}: this model's chat template takes no tools", field=wanted.field)
-            return call_grammar(style, wanted.value.tools, several=wanted.value.several)
+            return call_grammar(style, wanted.value.tools, several=wanted.value.several, mark_id=mark_id)

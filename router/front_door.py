@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -90,7 +91,7 @@ class FrontDoor:
                 raise DeadlineExceeded(f"the deadline of {request.deadline_s:.3g} s passed before the request began")
         seed = self._rng.getrandbits(63)
         eos = self.text.tokenizer.eos_token_ids
-        return prepare(
+        prepared = prepare(
             request,
             ids,
             limits,
@@ -103,3 +104,4 @@ class FrontDoor:
             tenant=tenants.current.get(),
             prefer=prefer,
         )
+        return dataclasses.replace(prepared, shown_ids=self.text.tool_marks) if request.tools else prepared

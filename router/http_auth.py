@@ -9,7 +9,9 @@ from .http_generation import error_response
 from .tenants import Tenants, current
 from .tracing import parent
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/health"})  # for balancers; everything else needs a key
+OPEN_PATHS = frozenset(
+    {"/live", "/ready", "/health", "/v2/health/live", "/v2/health/ready"}
+)  # for balancers; everything else needs a key
 
 
 class Authenticated:

@@ -15,6 +15,7 @@ from .front_door import FrontDoor
 from .front_tls import uvicorn_options
 from .http_auth import Authenticated
 from .http_routes import application
+from .metrics_peers import MetricsPeers
 
 _STOP_S = 2  # for responses that are being written when the server stops
 
@@ -48,10 +49,10 @@ class HttpFrontend:
         self.address = f"{address.rsplit(':', 1)[0]}:{self._socket.getsockname()[1]}"
         self._server: _Server | None = None
 
-    async def serve(self, door: FrontDoor, batches: Batches | None) -> None:
+    async def serve(self, door: FrontDoor, batches: Batches | None, peers: MetricsPeers) -> None:
         """Serves until `stop`."""
         config = uvicorn.Config(
-            Authenticated(application(door, batches), door.core.tenants),
+            Authenticated(application(door, batches, peers), door.core.tenants),
             **uvicorn_options(door.params.tls),
             log_config=None,
             access_log=False,

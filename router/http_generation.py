@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ..proto.errors import BatonError
 from .front_door import FrontDoor
+from .http_leaving import while_there
 from .openai_calls import OpenAICall, Running
 from .openai_shapes import DONE, error_body, event
 
 
 def error_response(error: BatonError) -> JSONResponse:
     """An error in OpenAI's shape."""
-    headers = {}
-    if error.http_status in (429, 503):
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+    return JSONResponse(error_body(error), error.http_status, retry_headers(error))
+
+
+def retry_headers(error: BatonError) -> dict[str, str]:
+    """When to try again, where that may help."""
+    return {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.http_status in (429, 503) else {}
 
 
 class Generation(Response):
@@ -31,16 +32,7 @@ class Generation(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Races the answer against the client's leaving."""
-        work = asyncio.create_task(self._respond(scope, receive, send))
-        left = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            for task in (work, left):
-                task.cancel()
-            await asyncio.gather(work, left, return_exceptions=True)
+        await while_there(receive, self._respond(scope, receive, send))
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -79,8 +71,3 @@ class Generation(Response):
 
 async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -22,6 +22,8 @@ from .front_door import FrontDoor
 from .http_batches import BatchRoutes
 from .http_body import read_body
 from .http_generation import Generation, error_response
+from .http_open_inference import OpenInferenceRoutes
+from .metrics_peers import MetricsPeers
 from .openai_calls import CHAT, COMPLETIONS, checked, json_of, read_call
 from .openai_schema import parse
 from .openai_text import DetokenizeRequest, TokenizeRequest
@@ -30,9 +32,9 @@ from .openapi import document
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def application(door: FrontDoor, batches: Batches | None) -> Starlette:
+def application(door: FrontDoor, batches: Batches | None, peers: MetricsPeers) -> Starlette:
     """The ASGI application; batches: None where they are off."""
-    routes = _Routes(door)
+    routes = _Routes(door, peers)
     paths: list[tuple[str, Endpoint, str]] = [
         (COMPLETIONS, routes.generate, "POST"),
         (CHAT, routes.generate, "POST"),
@@ -48,6 +50,7 @@ def application(door: FrontDoor, batches: Batches | None) -> Starlette:
         ("/openapi.json", routes.openapi, "GET"),
         ("/debug/requests/{request_id}", routes.story, "GET"),
         *BatchRoutes(door, batches).paths(),
+        *(OpenInferenceRoutes(door).paths() if door.params.grpc.open_inference else ()),
     ]
     return Starlette(
         routes=[Route(path, endpoint, methods=[method]) for path, endpoint, method in paths],
@@ -75,8 +78,9 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 class _Routes:
-    def __init__(self, door: FrontDoor) -> None:
+    def __init__(self, door: FrontDoor, peers: MetricsPeers) -> None:
         self._door = door
+        self._peers = peers
         self._started = int(time.time())
 
     # ---- state -----------------------------------------------------------------------------------------------------
@@ -93,8 +97,8 @@ class _Routes:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus' text format."""
-        return Response(self._door.core.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """Prometheus' text format, for all routers of this host."""
+        return Response(await self._peers.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self, request: Request) -> Response:
         """Ours."""
@@ -102,7 +106,7 @@ class _Routes:
 
     async def openapi(self, request: Request) -> Response:
         """What is served here, as an OpenAPI document."""
-        return JSONResponse(document())
+        return JSONResponse(document(self._served))
 
     async def story(self, request: Request) -> Response:
         """What happened to a request that runs or ended lately; for people on this host only."""

@@ -13,15 +13,18 @@ from typing import Any
 
 from ..proto.errors import ConfigError
 from . import loop_lag, membership
-from .batch_store import BatchStore
 from .batches import Batches
 from .core import Core
 from .front_door import FrontDoor
 from .grpc_frontend import GrpcFrontend
 from .http_frontend import HttpFrontend
+from .metrics_peers import MetricsPeers
 from .params import RouterParams
 from .tenants import Tenants
 from .text_service import TextService
+
+_PATIENCE_S = 5.0  # that a router waits for workers before it joins others on their ports
+_LOOK_S = 0.02
 
 
 async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None], stop: asyncio.Event) -> None:
@@ -29,14 +32,12 @@ async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None
 
     Calls report("ready", {"grpc", "http", "pid"}) once both ports answer; the addresses have the real ports. Then
     report("serving", {}) whenever requests can be served that could not before.
-    Raises AddressTaken before anything is loaded, ConfigError for a model whose tokenizer cannot be read.
+    Raises AddressTaken, before anything is loaded unless it joins others; ConfigError for a model whose tokenizer
+    cannot be read.
     """
     async with contextlib.AsyncExitStack() as stack:
         tenants = Tenants(params.tenants, time.monotonic())
-        grpc_frontend = await GrpcFrontend.bind(params, tenants)
-        stack.push_async_callback(grpc_frontend.stop)
-        http_frontend = HttpFrontend(params.http_address, params.share_ports)
-        stack.callback(http_frontend.stop)
+        front = None if params.joins else await _bind(params, tenants, stack)
         text = await asyncio.to_thread(TextService.load, params.model_path, params.max_inflight)
         stack.callback(text.close)
         rng = random.Random()
@@ -45,16 +46,23 @@ async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None
         if core.tracer is not None:
             stack.push_async_callback(asyncio.to_thread, core.tracer.close)
         door = FrontDoor(params, core, text, rng)
-        await grpc_frontend.start(door)
         follow = membership.follow(params.membership_address, params.router_id, core.view_changed, params.peer_tls)
-        health = grpc_frontend.follow_health(core, lambda: report("serving", {}))
-        lag = loop_lag.watch(core.metrics.loop_lag.observe)
-        background = [asyncio.create_task(work) for work in (follow, health, lag)]
+        background = [asyncio.create_task(follow)]
         stack.push_async_callback(_cancel, background)
+        if front is None:  # those that share the port serve meanwhile
+            await _until_ready(core, stop)
+            front = await _bind(params, tenants, stack)
+        grpc_frontend, http_frontend = front
+        await grpc_frontend.start(door)
+        health = grpc_frontend.follow_health(core, lambda: report("serving", {}))
+        background += [asyncio.create_task(work) for work in (health, loop_lag.watch(core.metrics.loop_lag.observe))]
         batches = await asyncio.to_thread(_batches, params, door, rng)
         if batches is not None:
             background.append(asyncio.create_task(batches.run()))
-        http = asyncio.create_task(http_frontend.serve(door, batches))
+        peers = MetricsPeers(params.metrics_socket, core.metrics)
+        await peers.start()
+        stack.push_async_callback(peers.stop)
+        http = asyncio.create_task(http_frontend.serve(door, batches, peers))
         stack.push_async_callback(_end_http, http_frontend, http)
         report("ready", {"grpc": grpc_frontend.address, "http": http_frontend.address, "pid": os.getpid()})
         await _until(stop, [*background, http])
@@ -63,16 +71,34 @@ async def run(params: RouterParams, report: Callable[[str, dict[str, Any]], None
         await core.stop(params.stop_grace_s)
 
 
+async def _bind(
+    params: RouterParams, tenants: Tenants, stack: contextlib.AsyncExitStack
+) -> tuple[GrpcFrontend, HttpFrontend]:
+    """Both ports, freed with `stack`. Raises AddressTaken, ConfigError."""
+    grpc_frontend = await GrpcFrontend.bind(params, tenants)
+    stack.push_async_callback(grpc_frontend.stop)
+    http_frontend = HttpFrontend(params.http_address, params.share_ports)
+    stack.callback(http_frontend.stop)
+    return grpc_frontend, http_frontend
+
+
+async def _until_ready(core: Core, stop: asyncio.Event) -> None:
+    """Waits until requests can be served, for a while: a router that can serve none says why to whoever asks."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_PATIENCE_S):
+            while core.not_ready() and not stop.is_set():
+                await asyncio.sleep(_LOOK_S)
+
+
 def _batches(params: RouterParams, door: FrontDoor, rng: random.Random) -> Batches | None:
     """None where they are off. Raises ConfigError for a folder that cannot be used."""
     options = params.batches
     if options.folder is None:
         return None
     try:
-        store = BatchStore(Path(options.folder), options.files)
+        return Batches(door, options, Path(options.folder), rng)
     except OSError as error:
         raise ConfigError(f"router.batches.folder: {options.folder}: {error.strerror or error}") from None
-    return Batches(door, store, options.parallelism, rng)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

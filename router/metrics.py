@@ -133,7 +133,9 @@ class Metrics:
         self.transfer_seconds = self._histogram("baton_kv_transfer_seconds", "First frame to last ack", _SHORT)
         self.transfer_bytes = self._histogram("baton_kv_transfer_bytes", "KV moved per transfer", _BYTES)
         self.loop_lag = self._histogram("baton_event_loop_lag_seconds", "By how much the loop came late", _SHORT)
-        self.registry.register(_LiveState(model, state))
+        self.registry.register(_RouterGauges(model, state))
+        self._workers = CollectorRegistry()
+        self._workers.register(_WorkersState(model, state))
 
     def first_token(self, ttft_s: float, queue_s: float, prefill_s: float) -> None:
         """A request's first token was given out."""
@@ -155,7 +157,15 @@ class Metrics:
 
     def render(self) -> bytes:
         """The scrape, in Prometheus' text format."""
+        return self.render_own() + self.render_workers()
+
+    def render_own(self) -> bytes:
+        """What this router counted."""
         return generate_latest(self.registry)
+
+    def render_workers(self) -> bytes:
+        """What the workers say of themselves, the same to every router."""
+        return generate_latest(self._workers)
 
     def _labels(self, name: str) -> dict[str, str]:
         return {"model_name": self._model, "engine": "0"} if name.startswith("vllm:") else {"model_name": self._model}
@@ -204,7 +214,6 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerState], float]]] = {
     "baton_worker_waiting": ("Queued prompts or reservations", lambda w: w.load.waiting),
     "baton_kv_used_blocks": ("Blocks in use", lambda w: w.load.used_blocks),
     "baton_kv_cached_blocks": ("Blocks of the prefix cache that can be evicted", lambda w: w.load.cached_blocks),
-    "baton_prefix_known_blocks": ("Cached blocks that this router knows the worker to hold", lambda w: w.known_blocks),
     "baton_kv_total_blocks": ("Blocks of the pool", lambda w: w.welcome.total_blocks),
     "baton_kv_pool_use": ("Part of the pool in use, 0 to 1", lambda w: _use([w])),
     "baton_spec_decode_acceptance_rate": ("Accepted part of proposed tokens, 0 to 1", lambda w: _acceptance(w.load)),
@@ -249,7 +258,7 @@ def _use(workers: Iterable[WorkerState]) -> float:
 
 
 class _LiveState(Collector):
-    """Gauges and workers' counters, read when scraped."""
+    """Read when scraped."""
 
     def __init__(self, model: str, state: Callable[[], RouterState]) -> None:
         self._model = model
@@ -258,9 +267,42 @@ class _LiveState(Collector):
     def describe(self) -> Iterable[Metric]:
         return ()
 
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _alias(self, name: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, name.removeprefix("vllm:").replace("_", " "), labels=["model_name", "engine"])
+        family.add_metric([self._model, "0"], value)
+        return family
+
+
+class _RouterGauges(_LiveState):
+    """The router's own."""
+
     def collect(self) -> Iterator[Metric]:
         state = self._state()
-        yield from self._router(state)
+        yield self._gauge("baton_router_inflight_requests", "Requests accepted and not ended", state.inflight)
+        yield self._gauge("baton_router_queued_requests", "Of these, without a first token", state.queued)
+        text = "Legs that wait for decode blocks"
+        yield self._gauge("baton_prefill_prealloc_queue_requests", text, state.reserving)
+        yield self._alias("vllm:num_requests_waiting", state.queued)
+        yield from self._known(state)
+
+    def _known(self, state: RouterState) -> Iterator[Metric]:
+        text = "Cached blocks that this router knows the worker to hold"
+        family = GaugeMetricFamily("baton_prefix_known_blocks", text, labels=["model_name", "worker", "role"])
+        for worker in state.workers:
+            family.add_metric([self._model, worker.worker, worker.role], worker.known_blocks)
+        yield family
+
+
+class _WorkersState(_LiveState):
+    """Workers' gauges and counters."""
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._state()
         for name, (text, gauge) in _WORKER_GAUGES.items():
             family: Metric = GaugeMetricFamily(name, text, labels=["model_name", "worker", "role"])
             yield self._fill(family, state, gauge)
@@ -277,31 +319,11 @@ class _LiveState(Collector):
             family.add_sample(family.name + suffix, labels, value(worker))
         return family
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _router(self, state: RouterState) -> Iterator[Metric]:
-        yield self._gauge("baton_router_inflight_requests", "Requests accepted and not ended", state.inflight)
-        yield self._gauge("baton_router_queued_requests", "Of these, without a first token", state.queued)
-        text = "Legs that wait for decode blocks"
-        yield self._gauge("baton_prefill_prealloc_queue_requests", text, state.reserving)
-
     def _aliases(self, state: RouterState) -> Iterator[Metric]:
         decode = [worker for worker in state.workers if worker.role == "decode"]
-        gauges = {
-            "vllm:num_requests_running": sum(worker.load.running for worker in state.workers),
-            "vllm:num_requests_waiting": state.queued,
-            "vllm:kv_cache_usage_perc": _use(decode),
-            "vllm:gpu_cache_usage_perc": _use(decode),
-        }
-        for name, value in gauges.items():
-            family = GaugeMetricFamily(
-                name, name.removeprefix("vllm:").replace("_", " "), labels=["model_name", "engine"]
-            )
-            family.add_metric([self._model, "0"], value)
-            yield family
+        yield self._alias("vllm:num_requests_running", sum(worker.load.running for worker in state.workers))
+        for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
+            yield self._alias(name, _use(decode))
         counters: dict[str, Callable[[pb.Load], int]] = {
             "vllm:num_preemptions": lambda load: load.preemptions,
             "vllm:spec_decode_num_drafts": lambda load: load.spec_drafts,

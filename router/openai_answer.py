@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -186,7 +187,9 @@ class AnswerBuilder:
         return [output.text] if output.text else []
 
     def _call(self, index: int, number: int, name: str, arguments: str) -> Json:
-        call_id = f"call_{self._answer_id.removeprefix('req-')[:20]}{index}_{number}"
+        style, call_id = self._wanted.tool_style, f"call_{self._answer_id.removeprefix('req-')[:20]}{index}_{number}"
+        if style is not None and style.id_characters is not None:
+            call_id = hashlib.sha256(f"{self._answer_id}{call_id}".encode()).hexdigest()[: style.id_characters]
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _ended(self, choice: _Choice, end: ChoiceEnd) -> None:

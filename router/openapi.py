@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from .. import __version__
+from .open_inference_call import OUTPUTS
 from .openai_neutral import NEUTRAL
 from .openai_schema import ChatRequest, CompletionRequest
 from .openai_text import DetokenizeRequest, TokenizeRequest
@@ -29,17 +30,18 @@ _PATH_IDS = {"model": "/v1/models/{model}", "file_id": "/v1/files/{file_id}", "b
 
 
 @functools.cache
-def document() -> Json:
-    """OpenAPI 3.1."""
+def document(served: str) -> Json:
+    """OpenAPI 3.1. served: the model's name."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "baton", "version": __version__, "description": "An OpenAI-compatible server."},
-        "paths": _paths(),
+        "paths": _paths(served),
         "components": {"schemas": _schemas()},
     }
 
 
-def _paths() -> Json:
+def _paths(served: str) -> Json:
+    named = {"enum": [served]}
     generated: Json = {"application/json": {}, "text/event-stream": {}}
     form = {"type": "object", "required": ["file", "purpose"], "properties": {
         "file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}}  # fmt: skip
@@ -47,7 +49,7 @@ def _paths() -> Json:
         "/v1/completions": {"post": _post("Continue a prompt", "CompletionRequest", generated)},
         "/v1/chat/completions": {"post": _post("Answer a chat", "ChatRequest", generated)},
         "/v1/models": {"get": _get("The model that is served", 503)},
-        _PATH_IDS["model"]: {"get": _get("The same by its name", 404, 503, path="model")},
+        _PATH_IDS["model"]: {"get": _get("The same by its name", 404, 503, path="model", of=named)},
         "/tokenize": {"post": _post("Token ids of a prompt or a chat", "TokenizeRequest")},
         "/detokenize": {"post": _post("The text of token ids", "DetokenizeRequest")},
         "/health": {"get": _get("Whether a request can be served", 503)},
@@ -76,18 +78,45 @@ def _paths() -> Json:
         },
         _PATH_IDS["batch_id"]: {"get": _get("A batch", 404, path="batch_id")},
         _PATH_IDS["batch_id"] + "/cancel": {"post": _get("End a batch", 400, 404, path="batch_id")},
+        **_open_inference(named),
+    }
+
+
+def _open_inference(named: Json) -> Json:
+    """Of the Open Inference Protocol."""
+    model, events = "/v2/models/{model}", {"text/event-stream": {}}
+
+    def post(summary: str, body: str, content: Json | None = None) -> Json:
+        return {"post": {**_post(summary, body, content), "parameters": [_parameter("model", "path", named)]}}
+
+    return {
+        "/v2": {"get": _get("What the server is")},
+        "/v2/health/live": {"get": _get("Whether the process answers")},
+        "/v2/health/ready": {"get": _get("Whether a request can be served", 503)},
+        model: {"get": _get("The tensors of the model", 404, path="model", of=named)},
+        model + "/ready": {"get": _get("Whether it can be used", 404, 503, path="model", of=named)},
+        model + "/infer": post("One prompt, as tensors", "InferRequest"),
+        model + "/generate": post("One prompt", "TextRequest"),
+        model + "/generate_stream": post("One prompt, in pieces", "TextRequest", events),
     }
 
 
 def _get(
-    summary: str, *errors: int, path: str = "", query: tuple[str, ...] = (), media: str = "application/json"
+    summary: str,
+    *errors: int,
+    path: str = "",
+    of: Json | None = None,
+    query: tuple[str, ...] = (),
+    media: str = "application/json",
 ) -> Json:
-    places = [(path, "path")] if path else []
-    places += [(name, "query") for name in query]
-    parameters = [
-        {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}} for name, where in places
-    ]
+    """of: the schema of the path's parameter, where it is not any text."""
+    parameters = [_parameter(path, "path", of)] if path else []
+    parameters += [_parameter(name, "query") for name in query]
     return {"summary": summary, "parameters": parameters, "responses": _responses({media: {}}, *errors)}
+
+
+def _parameter(name: str, where: str, schema: Json | None = None) -> Json:
+    return {"name": name, "in": where, "required": where == "path", "schema": schema or {"type": "string"}}
 
 
 def _post(summary: str, body: str, content: Json | None = None) -> Json:
@@ -105,7 +134,7 @@ def _responses(content: Json, *errors: int) -> Json:
 
 
 def _schemas() -> Json:
-    schemas: Json = {"Error": _error(), "BatchRequest": _batch()}
+    schemas: Json = {"Error": _error(), "BatchRequest": _batch(), "InferRequest": _infer(), "TextRequest": _text()}
     kinds: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
     for kind in kinds:
         schema = kind.model_json_schema(ref_template=_REF + "{model}")
@@ -180,7 +209,8 @@ def _error() -> Json:
     fields = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": text}
     inner = {"type": "object", "required": list(fields), "properties": fields}
     state = {"type": "object", "required": ["status", "reason"], "properties": {"status": text, "reason": text}}
-    return {"anyOf": [{"type": "object", "required": ["error"], "properties": {"error": inner}}, state]}
+    found = [{"type": "object", "required": ["error"], "properties": {"error": one}} for one in (inner, text)]
+    return {"anyOf": [*found, state, {"type": "object", "required": ["ready"]}]}
 
 
 def _batch() -> Json:
@@ -192,3 +222,33 @@ def _batch() -> Json:
     }
     required = ["input_file_id", "endpoint"]
     return {"type": "object", "required": required, "properties": fields, "additionalProperties": False}
+
+
+def _options() -> Json:
+    """Parameters of a call of the Open Inference Protocol: fields of a GenerateRequest."""
+    whole = {"type": "integer", "minimum": 1, "maximum": MAX_INT32}
+    number = {"type": "number", "minimum": 0, "maximum": MAX_TEMPERATURE}
+    fields = {"max_tokens": whole, "temperature": number, "seed": {"type": "integer"}, "stop": {"type": "string"}}
+    return {"type": "object", "properties": {**fields, "ignore_eos": {"type": "boolean"}}}
+
+
+def _infer() -> Json:
+    outputs = {"type": "array", "items": {"type": "object", "properties": {"name": {"enum": list(OUTPUTS)}}}}
+    tensor = {
+        "type": "object",
+        "required": ["name", "shape", "datatype", "data"],
+        "properties": {
+            "name": {"const": "text_input"},
+            "shape": {"const": [1]},
+            "datatype": {"const": "BYTES"},
+            "data": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1},
+        },
+    }
+    inputs = {"type": "array", "items": tensor, "minItems": 1, "maxItems": 1}
+    fields = {"id": {"type": "string"}, "parameters": _options(), "inputs": inputs, "outputs": outputs}
+    return {"type": "object", "required": ["inputs"], "properties": fields, "additionalProperties": False}
+
+
+def _text() -> Json:
+    fields = {"id": {"type": "string"}, "text_input": {"type": "string", "minLength": 1}, "parameters": _options()}
+    return {"type": "object", "required": ["text_input"], "properties": fields}

@@ -20,7 +20,7 @@ class _Choice:
         self.matched_stop = ""
         self._include_stop = request.include_stop
         self._min_tokens = request.sampling.min_tokens
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, request.shown_ids)
         self._matcher = StopMatcher(request.stops, request.include_stop)
 
     def push_plain(self, ids: list[int]) -> str:

@@ -82,6 +82,8 @@ class RouterParams:
     grpc: GrpcParams
     http_address: str
     share_ports: bool  # with other routers on this machine (SO_REUSEPORT)
+    joins: bool  # others serve on these ports already: listen there when requests can be served
+    metrics_socket: str  # where other routers of this host ask for what this one counted; "": there are none
     membership_address: str  # of the controller's Membership service
     peer_tls: PeerTLS | None  # of the connections to it and to the workers
     prefill_placement: str  # a name in placement.choose.PREFILL

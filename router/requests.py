@@ -66,6 +66,7 @@ class Prepared:
     deadline_s: float
     stream_interval: int = 1  # tokens of a choice that are handed on together, its first one aside
     prefer: Peer | None = None  # the prefill worker that has the prompt's KV, when one is known
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are a part of the text
 
 
 @dataclass(frozen=True, slots=True)

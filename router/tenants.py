@@ -34,9 +34,10 @@ def salted(tenant: TenantParams, cache_salt: str) -> str:
 
 
 class Tenants:
-    """All tenants of a router."""
+    """All tenants of a router. keyless: whose calls without a key are; None: they are refused."""
 
-    def __init__(self, tenants: Sequence[TenantParams], now: float) -> None:
+    def __init__(self, tenants: Sequence[TenantParams], now: float, keyless: TenantParams | None = None) -> None:
+        self._keyless = keyless
         self._keys = [(digest.encode(), tenant) for tenant in tenants for digest in tenant.key_hashes]
         self.required = bool(tenants)
         self._buckets = {
@@ -52,6 +53,8 @@ class Tenants:
         """
         if not self.required:
             return ANYBODY
+        if not authorization and self._keyless is not None:
+            return self._keyless
         given = authorization[len(_BEARER) :] if authorization[: len(_BEARER)].lower() == _BEARER else ""
         digest, found = key_hash(given.strip()).encode(), ANYBODY
         for known, tenant in self._keys:

@@ -53,6 +53,12 @@ class TextService:
         """How the model's template asks for calls of tools; None: it does not."""
         return self._template.tool_style
 
+    @property
+    def tool_marks(self) -> frozenset[int]:
+        """Special tokens that say where calls of tools begin."""
+        mark = self.tool_style.mark if self.tool_style is not None else ""
+        return frozenset(special.token_id for special in self.tokenizer.specials if special.text == mark)
+
     async def compile(self, wanted: Constraint, most_bytes: int) -> str:
         """The grammar of a constraint. Raises InvalidRequest, Exhausted."""
         return await self._in_thread(lambda: compiled(wanted, self._vocabulary(), self.tool_style, most_bytes))

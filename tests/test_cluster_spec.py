@@ -51,6 +51,23 @@ def test_the_routers_parameters_survive_json() -> None:
     assert spec.router_from_json(json.loads(json.dumps(spec.router_to_json(params)))) == params
 
 
+def test_gateways_without_a_key_are_a_tenant_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text(f"alice: {{keys: [{'a' * 64}]}}")
+
+    def worker(tenant: str) -> spec.WorkerSpec:
+        text = f"model: {{path: m}}\nrouter: {{tenants: t.yaml, gateway_tenant: {tenant}}}\n"
+        built = config_load.build(yaml_tree.parse(text + "pools: {decode: {vllm_grpc: '127.0.0.1:5'}}", "c"), tmp_path)
+        return spec.SpecBuilder(built).worker("decode-0", "i", 0, "")
+
+    made = worker("alice")
+    assert made.vllm is not None
+    assert made.vllm.keyless is not None
+    assert made.vllm.keyless.name == "alice"
+    assert spec.spec_from_json(json.loads(json.dumps(spec.spec_to_json(made)))) == made
+    with pytest.raises(ConfigError, match=r"router\.gateway_tenant: bob is not in t\.yaml"):
+        worker("bob")
+
+
 def test_pools_may_differ_from_kv() -> None:
     built = spec.SpecBuilder(
         config(

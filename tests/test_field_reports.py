@@ -11,7 +11,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 CASES = [f"LC-{number:02}" for number in range(1, 15)] + [f"KV-{number:02}" for number in range(1, 17)]
 CASES += [f"ST-{number:02}" for number in range(1, 11)] + [f"OB-{number:02}" for number in range(1, 6)]
-CASES += [f"SP-{number:02}" for number in range(1, 8)] + ["API-04", "API-05", "API-06", "API-07", "API-10"]
+CASES += [f"SP-{number:02}" for number in range(1, 8)] + [f"API-{number:02}" for number in range(1, 11)]
 CASES += [f"PB-{number:02}" for number in range(1, 10)]
 
 

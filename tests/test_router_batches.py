@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from baton.router.params import BatchParams
+from baton.proto import worker_pb2 as pb
+from baton.router.params import BatchParams, TenantParams
+from baton.router.tenants import key_hash, salted
 from baton.tests.harness.router_rig import RouterRig, router_rig
 
 CHAT = "/v1/chat/completions"
@@ -160,3 +162,37 @@ async def test_batches_are_off_unless_they_have_a_folder(tmp_path: Path) -> None
         answer = await rig.http.get("/v1/files")
         assert answer.status_code == 404
         assert "router.batches.folder" in answer.json()["error"]["message"]
+
+
+async def test_tenants_see_and_run_only_their_own(tmp_path: Path) -> None:
+    names = ("alice", "bob")
+    tenants = tuple(TenantParams(name, (key_hash(name),), 1.0, None, None) for name in names)
+    options = {"batches": params(tmp_path / "kept", files=3), "tenants": tenants}
+    async with router_rig(tmp_path, "prefill-0", "decode-0", **options) as rig:
+        salts, said = [], rig.cluster.script
+
+        def script(leg: pb.Leg, choice: int, index: int) -> int:
+            salts.append(leg.cache_salt)
+            return said(leg, choice, index)
+
+        rig.cluster.script = script
+        rig.http.headers["authorization"] = "Bearer alice"
+        batch = await ended(rig, await start(rig, [line(1), line(2)]))
+        assert batch["request_counts"]["completed"] == 2
+        assert set(salts) == {salted(tenants[0], "")}
+        rig.http.headers["authorization"] = "Bearer bob"
+        for path in ("/v1/files", "/v1/batches"):
+            assert (await rig.http.get(path)).json()["data"] == []
+        for name in ("input_file_id", "output_file_id"):
+            file = f"/v1/files/{batch[name]}"
+            answers = [await rig.http.get(file), await rig.http.get(file + "/content"), await rig.http.delete(file)]
+            assert [answer.status_code for answer in answers] == [404] * 3
+        body = {"input_file_id": batch["input_file_id"], "endpoint": CHAT, "completion_window": "24h"}
+        others = f"/v1/batches/{batch['id']}"
+        answers = [await rig.http.post("/v1/batches", json=body), await rig.http.get(others)]
+        answers.append(await rig.http.post(others + "/cancel"))
+        assert [answer.status_code for answer in answers] == [404] * 3
+        for _ in range(3):  # alice's files take none of bob's room
+            await upload(rig.http, [line(1)])
+        del rig.http.headers["authorization"]
+        assert (await rig.http.get("/v1/files")).status_code == 401

@@ -17,6 +17,7 @@ from baton.cluster.bench_plan import Plan
 from baton.cluster.config_workload import Lengths, WorkloadSection
 from baton.proto import baton_pb2 as api
 from baton.proto import worker_pb2 as pb
+from baton.router.metrics import Metrics, RouterState, WorkerState
 from baton.tests.harness.router_rig import RouterRig, router_rig, say
 
 NAMES = [
@@ -162,3 +163,64 @@ async def test_64_streams_a_third_cancelled_leave_nothing_and_the_books_balance(
         await rig.reconcile()
         for gauge in ("baton_router_queued_requests", "baton_prefill_prealloc_queue_requests"):
             assert await rig.metric(gauge) == 0
+
+
+def test_ob_01_what_workers_report_reaches_the_scrape_under_both_names() -> None:
+    """Every series of workers, with a value that no other one has."""
+    load = pb.Load(
+        running=1, waiting=2, used_blocks=4, cached_blocks=5, held_legs=6, steps=7, preemptions=8,
+        prefix_hit_tokens=9, prefix_query_tokens=10, computed_prompt_tokens=11, fetched_prompt_tokens=12,
+        spec_drafts=20, spec_draft_tokens=50, spec_accepted_tokens=40,
+    )  # fmt: skip
+    worker = WorkerState("decode-0", "decode", pb.Welcome(total_blocks=16, block_size=4), load, 3)
+    metrics = Metrics("tiny", lambda: RouterState(13, 14, 15, [worker]))
+    assert _values(metrics, 'role="decode"') == {
+        "baton_worker_running": 1, "baton_worker_waiting": 2, "baton_prefix_known_blocks": 3,
+        "baton_kv_used_blocks": 4, "baton_kv_cached_blocks": 5, "baton_kv_held_legs": 6, "baton_kv_total_blocks": 16,
+        "baton_kv_pool_use": 0.25, "baton_worker_steps_total": 7, "baton_worker_preemptions_total": 8,
+        "baton_prefix_hit_tokens_total": 9, "baton_prefix_query_tokens_total": 10,
+        "baton_computed_prompt_tokens_total": 11, "baton_fetched_prompt_tokens_total": 12,
+        "baton_spec_decode_drafts_total": 20, "baton_spec_decode_draft_tokens_total": 50,
+        "baton_spec_decode_accepted_tokens_total": 40, "baton_spec_decode_acceptance_rate": 0.8,
+        "baton_spec_decode_mean_accepted_length": 3,
+    }  # fmt: skip
+    aliases = _values(metrics, 'engine="0"')
+    expected = {
+        "vllm:num_requests_running": 1, "vllm:num_requests_waiting": 14, "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:gpu_cache_usage_perc": 0.25, "vllm:num_preemptions_total": 8, "vllm:prefix_cache_hits_total": 9,
+        "vllm:prefix_cache_queries_total": 10, "vllm:spec_decode_num_drafts_total": 20,
+        "vllm:spec_decode_num_draft_tokens_total": 50, "vllm:spec_decode_num_accepted_tokens_total": 40,
+    }  # fmt: skip
+    assert {name: aliases[name] for name in expected} == expected
+    own = _values(metrics, 'model_name="tiny"}')
+    names = ("router_inflight_requests", "router_queued_requests", "prefill_prealloc_queue_requests")
+    assert [own[f"baton_{name}"] for name in names] == [13, 14, 15]
+
+
+async def test_ob_01_a_request_moves_lengths_and_reasons_under_both_names(rig: RouterRig) -> None:
+    await rig.generate(prompt="abc", max_tokens=4)
+    for prefix in ("baton_", "vllm:"):
+        assert await rig.metric(f"{prefix}request_prompt_tokens_sum") == 3
+        assert await rig.metric(f"{prefix}request_generation_tokens_sum") == 4
+        assert await rig.metric(f"{prefix}request_success_total", finished_reason="length") == 1
+        assert await rig.metric(f"{prefix}prompt_tokens_cached_total") == 3  # as the worker says
+
+
+def test_ob_01_no_metric_goes_without_a_test() -> None:
+    exported = re.findall(r"^# TYPE (\S+) ", Metrics("m", lambda: RouterState(0, 0, 0, [])).render().decode(), re.M)
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    named = {name.removesuffix("_total") for name in exported if not name.endswith("_created")}
+    known = {*_NAMED_BY_PREFIX, *(name for name in named if name in tests)}
+    assert named - known == set()
+
+
+_NAMED_BY_PREFIX = {
+    f"{prefix}{name}"
+    for prefix in ("baton_", "vllm:")
+    for name in ("request_prompt_tokens", "request_generation_tokens", "request_success", "prompt_tokens_cached")
+}
+
+
+def _values(metrics: Metrics, label: str) -> dict[str, float]:
+    lines = [line for line in metrics.render().decode().splitlines() if label in line and "_bucket" not in line]
+    return {re.split(r"[{ ]", line)[0]: float(line.rpartition(" ")[2]) for line in lines if "_created" not in line}

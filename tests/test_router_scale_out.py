@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from baton.benchmarks.router_workers import Simulation, simulated
 from baton.proto import baton_pb2 as api
 from baton.tests.harness.loop_gaps import gaps
 from baton.tests.harness.router_rig import LIMITS, FakeCluster, RouterRig, router_params, router_rig, write_model
+from prometheus_client.parser import text_string_to_metric_families
 
 
 @pytest.fixture
@@ -61,6 +64,69 @@ async def test_routers_share_ports_and_workers(tmp_path: Path, membership: str) 
     finally:
         await second.close()
         await first.close()
+
+
+async def test_a_router_joins_the_ports_of_others_when_it_can_serve(tmp_path: Path, membership: str) -> None:
+    first = await _router(tmp_path, membership, "router-0", share_ports=True)
+    cluster = FakeCluster()  # without workers
+    await cluster.start()
+    params = dataclasses.replace(
+        router_params(tmp_path / "model", cluster.address),
+        router_id="router-1",
+        share_ports=True,
+        joins=True,
+        **{f"{name}_address": first.addresses[name] for name in ("grpc", "http")},
+    )
+    second = RouterRig(cluster, params)
+    starting = asyncio.create_task(second.start())
+    try:
+        await _all_ready(first.addresses["http"])  # nobody meets the one that cannot serve
+        assert not starting.done()
+        for name in ("prefill-0", "decode-0"):
+            await cluster.add(name)
+        await starting
+        await _all_ready(first.addresses["http"])
+    finally:
+        await starting
+        await second.close()
+        await cluster.stop()
+        await first.close()
+
+
+def _sum(text: str, name: str) -> dict[str, float]:
+    """The values of a series by router, "" for what belongs to none."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name:
+                found[sample.labels.get("router", "")] = sample.value
+    return found
+
+
+async def test_one_scrape_has_the_sum_of_all_routers_and_what_workers_say_once(tmp_path: Path, membership: str) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="baton-"))  # a short path, as sockets need it
+    (folder / "router-9").touch()  # of one that died
+    names = ("router", "router-1")
+    rigs = [await _router(tmp_path, membership, name, metrics_socket=str(folder / name)) for name in names]
+    try:
+        await _counted(rigs[0], 20)
+        for _ in range(2):
+            await _counted(rigs[1], 20)
+        for rig in rigs:
+            text = (await rig.http.get("/metrics")).text
+            assert _sum(text, "baton_requests_completed_total") == {"router": 1, "router-1": 2}
+            assert _sum(text, "vllm:generation_tokens_total") == {"router": 20, "router-1": 40}
+            assert set(_sum(text, "baton_time_to_first_token_seconds_count")) == set(names)
+            assert set(_sum(text, "vllm:num_requests_running")) == {""}
+            assert text.count("# TYPE baton_requests_completed_total ") == 1
+        await rigs[1].close()
+        alone = (await rigs[0].http.get("/metrics")).text
+        assert _sum(alone, "baton_requests_completed_total") == {"router": 1}
+    finally:
+        for rig in rigs:
+            await rig.close()
+    assert not any((folder / name).exists() for name in names)
+    shutil.rmtree(folder)
 
 
 async def test_a_router_that_dies_takes_only_its_own_requests(tmp_path: Path, membership: str) -> None:

@@ -68,6 +68,14 @@ def test_a_bucket_pays_waits_owes_and_is_paid_back() -> None:
     assert bucket.take(30, 4.0) == pytest.approx(3.0)  # a clock that goes back fills nothing
 
 
+def test_without_a_key_a_gateway_is_the_tenant_that_is_named_for_it() -> None:
+    tenants = Tenants((ALICE, BOB), 0.0, BOB)
+    assert tenants.authenticate("") is BOB
+    assert tenants.authenticate("Bearer key-a") is ALICE
+    with pytest.raises(Unauthenticated):
+        tenants.authenticate("Bearer key-x")
+
+
 def test_a_tenant_over_its_rate_is_told_when_to_come_again() -> None:
     tenants = Tenants((ALICE, BOB), 0.0)
     tenants.charge("bob", 40, 0.0)
@@ -135,8 +143,13 @@ def test_open_listeners_are_warned_of(tmp_path: Path) -> None:
     assert warnings(f'{{admin: "10.0.0.1:2"}}\ncluster: {{host: node, tls: {tls}}}') == []
     tenants_file.make_key("alice", tmp_path / "tenants.yaml")
     assert warnings('{grpc: "0.0.0.0:1", http: "0.0.0.0:2", tenants: tenants.yaml}') == []
+    named = "{tenants: tenants.yaml, gateway_tenant: alice}"
+    (keyless_line,) = warnings(f'{named}\npools: {{decode: {{vllm_grpc: "0.0.0.0:5"}}}}')
+    assert "without a key" in keyless_line
     with pytest.raises(ConfigError, match=r"router.tenants: is missing.yaml, which is not a file"):
         warnings("{tenants: missing.yaml}")
+    with pytest.raises(ConfigError, match=r"router.gateway_tenant: needs router.tenants"):
+        warnings("{gateway_tenant: alice}")
 
 
 # ---- both doors ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from baton.text import grammar
 from baton.text.chat_messages import checked_message
 from baton.text.grammar import Vocabulary
 from baton.text.tokenizer import Tokenizer
-from baton.text.tool_calls import HERMES, JSON, CallBegin, ToolCallParser, ToolStyle, call_grammar, style_of
+from baton.text.tool_calls import HERMES, JSON, MISTRAL, CallBegin, ToolCallParser, ToolStyle, call_grammar, style_of
 
 TOOLS: list[dict[str, Any]] = [
     {"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"],
@@ -63,6 +63,16 @@ def parsed(style: ToolStyle, text: str, step: int) -> list[tuple[str, str]]:
         ),
         (JSON, 'Well, {"name": "f", "parameters": {}}', [("", 'Well, {"name": "f", "parameters": {}}')]),
         (JSON, '{"x": 1}', [("", '{"x": 1}')]),
+        (MISTRAL, "[1, {}] no call [TOOL", [("", "[1, {}] no call [TOOL")]),
+        (
+            MISTRAL,
+            'Two. [TOOL_CALLS] [{"name": "f", "arguments": {"a": ["]"]}}, {"name": "g", "arguments": {}, "id": "1"}]',
+            [("", "Two."), ("f", '{"a": ["]"]}'), ("g", "{}")],
+        ),
+        (MISTRAL, '[TOOL_CALLS][{"arguments": {"q": 1}, "name": "f"}]', [("f", '{"q": 1}')]),
+        (MISTRAL, "x[TOOL_CALLS] nothing", [("", "x[TOOL_CALLS] nothing")]),
+        (MISTRAL, "[TOOL_CALLS] []", [("", "[TOOL_CALLS] []")]),
+        (MISTRAL, '[TOOL_CALLS] [{"nome": 3}]', [("", '[TOOL_CALLS] [{"nome": 3}]')]),
     ],
 )  # fmt: skip
 def test_any_split_gives_the_same_parts(style: ToolStyle, text: str, parts: list[tuple[str, str]]) -> None:
@@ -76,7 +86,7 @@ def test_long_arguments_in_the_other_order_are_read_once() -> None:
     assert parsed(HERMES, text, 4)[0][0] == "f"
 
 
-@pytest.mark.parametrize("style", [HERMES, JSON])
+@pytest.mark.parametrize("style", [HERMES, JSON, MISTRAL])
 @pytest.mark.parametrize("several", [False, True])
 def test_the_grammar_of_calls_is_what_the_parser_reads(
     style: ToolStyle, several: bool, tiny_tokenizer: Tokenizer
@@ -84,6 +94,7 @@ def test_the_grammar_of_calls_is_what_the_parser_reads(
     vocabulary = Vocabulary(tiny_tokenizer)
     text = call_grammar(style, TOOLS, several=several)
     vocabulary.check(text, "tools")
+    around = style.mark + style.opening, style.closing
     one = f'{style.begin}{{"name": "f", "{style.arguments}": {{"a": 2}}}}{style.end}'
     two = f'{style.begin}{{"name": "g", "{style.arguments}": {{"b": [true]}}}}{style.end}'
     for said, allowed in (
@@ -93,6 +104,7 @@ def test_the_grammar_of_calls_is_what_the_parser_reads(
         (one.replace("2", "3"), False),
     ):
         matcher = vocabulary.matcher(text)
+        said = said.join(around)
         ids = tiny_tokenizer.encode(said, special=False, bos=False)
         assert (
             matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
@@ -104,6 +116,8 @@ def test_the_grammar_of_calls_is_what_the_parser_reads(
 def test_styles_are_told_by_the_template() -> None:
     assert style_of("{{ '<tool_call>' }} tools") is HERMES
     assert style_of('{"name": ..., "parameters": ...}') is JSON
+    assert style_of("{{ '[TOOL_CALLS] [' }} tools") is MISTRAL
+    assert style_of("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}") is None
     assert style_of("{% for message in messages %}") is None
 
 

@@ -37,10 +37,14 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 
 
 @contextlib.asynccontextmanager
-async def _gateway(cluster: FakeCluster, tmp_path: Path, **changes: Any) -> AsyncIterator[str]:
+async def _gateway(
+    cluster: FakeCluster, tmp_path: Path, keyless: TenantParams | None = None, **changes: Any
+) -> AsyncIterator[str]:
     """The port of decode-0."""
     router = dataclasses.replace(router_params(write_model(tmp_path / "model"), cluster.address), **changes)
-    params = VllmParams("127.0.0.1:0", "pools.decode.vllm_grpc", "decode", "decode-0", "1", 4, "auto", "auto", router)
+    params = VllmParams(
+        "127.0.0.1:0", "pools.decode.vllm_grpc", "decode", "decode-0", "1", 4, "auto", "auto", keyless, router
+    )
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(gateway.serve(params, address.set_result))
     try:
@@ -76,6 +80,29 @@ async def test_the_gateways_port_has_the_rules_of_the_front_door(
         assert await _status(_call(stub, _request(4), keyed)) == grpc.StatusCode.OK
         assert set(salts) == {salted(ALICE, "")} != {salted(ANYBODY, "")}
         assert await _status(_call(stub, _request(200), keyed)) == grpc.StatusCode.RESOURCE_EXHAUSTED  # over its rate
+        await cluster.settled()
+
+
+async def test_a_gateway_without_a_key_is_the_tenant_that_the_configuration_names(
+    cluster: FakeCluster, tmp_path: Path
+) -> None:
+    salts: list[str] = []
+    said = cluster.script
+
+    def script(leg: pb.Leg, choice: int, index: int) -> int:
+        salts.append(leg.cache_salt)
+        return said(leg, choice, index)
+
+    cluster.script = script
+    access = Access("", None)
+    async with _gateway(cluster, tmp_path, ALICE, tenants=(ALICE,)) as address, _channel(access, address) as channel:
+        stub: Any = VllmEngineStub(channel)
+        await _serving(channel)
+        assert await _status(_call(stub, _request(4), ())) == grpc.StatusCode.OK
+        assert set(salts) == {salted(ALICE, "")}
+        wrong = (("authorization", "Bearer key-x"),)
+        assert await _status(_call(stub, _request(4), wrong)) == grpc.StatusCode.UNAUTHENTICATED
+        assert await _status(_call(stub, _request(200), ())) == grpc.StatusCode.RESOURCE_EXHAUSTED  # over its rate
         await cluster.settled()
 
 

@@ -10,15 +10,16 @@ from .tokenizer import Tokenizer
 
 class Detokenizer:
     """The text of one choice. What `push` and `flush` return, joined, is `tokenizer.decode(ids, skip_special=True)`
-    of all ids, however they were split over the calls."""
+    of all ids, however they were split over the calls; special tokens in `shown` are text too."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids - shown if shown else tokenizer.special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """The characters that `ids` complete; special tokens have no text."""
-        hidden = self._tokenizer.special_ids
+        hidden = self._hidden
         return self._decoder.decode(b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in hidden))
 
     def flush(self) -> str:

@@ -69,6 +69,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Takes a tenth of a second for 50,000 tokens, and some 100 bytes for each."""
         self.eos_token_ids = tokenizer.eos_token_ids
+        self.special_ids = {special.text: special.token_id for special in tokenizer.specials}
         wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer))
         ends = sorted(tokenizer.eos_token_ids) or None
         self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.vocab_size, eos_token=ends)

@@ -2,6 +2,7 @@
 
 hermes  <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>, several one after the other, text before them
 json    {"name": "f", "parameters": {...}} and nothing else; several with ";" between them
+mistral [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...], text before it; the mark is a special token
 """
 
 from __future__ import annotations
@@ -20,18 +21,31 @@ _MOST_HEAD = 512  # characters of a call until its name and the beginning of its
 
 @dataclass(frozen=True, slots=True)
 class ToolStyle:
-    """How calls are written: `begin` JSON `end`, with `between` them; the key of the arguments."""
+    """How calls are written: `begin` JSON `end`, with `between` them; the key of the arguments.
+
+    Where there is a `mark`, it and `opening` come before the first call, and `closing` behind the last.
+    """
 
     name: str
     begin: str
     end: str
     between: str
     arguments: str
+    mark: str = ""
+    opening: str = ""
+    closing: str = ""
+    id_characters: int | None = None  # letters and digits of a call's id, where the template insists; None: any id
 
 
 HERMES = ToolStyle("hermes", "<tool_call>\n", "\n</tool_call>", "\n", "arguments")
 JSON = ToolStyle("json", "", "", "; ", "parameters")
-_BY_TEMPLATE = (("<tool_call>", HERMES), ('"parameters"', JSON))  # the first whose mark the template contains
+MISTRAL = ToolStyle("mistral", "", "", ", ", "arguments", "[TOOL_CALLS]", " [", "]", 9)
+_BY_TEMPLATE = (  # the first whose mark the template contains
+    ("<tool_call>", HERMES),
+    ("[ARGS]", None),  # [TOOL_CALLS]f[ARGS]{...}: not known here
+    (MISTRAL.mark, MISTRAL),
+    ('"parameters"', JSON),
+)
 
 
 def style_of(template: str) -> ToolStyle | None:
@@ -39,8 +53,11 @@ def style_of(template: str) -> ToolStyle | None:
     return next((style for mark, style in _BY_TEMPLATE if mark in template), None)
 
 
-def call_grammar(style: ToolStyle, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
-    """One call of one of these tools (`function` objects: name, parameters), or several."""
+def call_grammar(
+    style: ToolStyle, tools: Sequence[Mapping[str, Any]], *, several: bool, mark_id: int | None = None
+) -> str:
+    """One call of one of these tools (`function` objects: name, parameters), or several. mark_id: of the style's mark,
+    where that is one token."""
     definitions, calls = {}, []
     for number, tool in enumerate(tools):
         place = f"tool{number}"
@@ -50,7 +67,11 @@ def call_grammar(style: ToolStyle, tools: Sequence[Mapping[str, Any]], *, severa
     schema = {"x-guidance": grammar.JSON_STYLE, "$defs": definitions, "anyOf": calls}
     more = f" ({json.dumps(style.between)} call)*" if several else ""
     begin, end = (json.dumps(mark) + " " if mark else "" for mark in (style.begin, style.end))
-    return f"start: call{more}\ncall: {begin}body {end}\nbody: %json {json.dumps(schema)}\n"
+    around = "", ""
+    if style.mark:
+        mark = json.dumps(style.mark) if mark_id is None else f"<[{mark_id}]>"
+        around = f"{mark} {json.dumps(style.opening)} ", f" {json.dumps(style.closing)}"
+    return f"start: {around[0]}call{more}{around[1]}\ncall: {begin}body {end}\nbody: %json {json.dumps(schema)}\n"
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -92,7 +113,10 @@ class ToolCallParser:
         self._mark = style.begin.strip() or "{"  # what a call begins with
         self._held = ""  # not given out: it may be, or is, the beginning of a call
         self._call: _Call | None = None
-        self._said = False  # any text so far
+        self._said = False  # any text so far, since the calls were opened
+        self._open = not style.mark  # calls may come
+        self._unspent = ""  # the mark that opened them, until there is one
+        self._between = _BETWEEN + ",[]" if style.mark else _BETWEEN
 
     def push(self, text: str) -> list[Part]:
         """What the text brings out."""
@@ -112,25 +136,33 @@ class ToolCallParser:
         if call is not None and call.named:
             return []  # the arguments were cut off, or what follows them was
         text = held if call is None else self._style.begin + call.head.lstrip()
+        if self._style.mark and self.calls and not text.strip(self._between):
+            return []  # the end of the list
+        text = self._unspent + text
         return [text] if text.strip() else []
 
     def _outside(self) -> list[Part]:
-        held, mark = self._held, self._mark
-        if mark == "{" and not held.strip(_BETWEEN):
+        held, mark = self._held, self._mark if self._open else self._style.mark
+        if mark == "{" and not held.strip(self._between):
             return []
-        if mark == "{" and (self._said or held.lstrip(_BETWEEN)[:1] != "{"):
+        if mark == "{" and (self._said or held.lstrip(self._between)[:1] != "{"):
             return self._give(len(held))  # a text that does not begin with a call has none
         at = held.find(mark)
         if at < 0:
             keep = next((n for n in range(min(len(mark) - 1, len(held)), 0, -1) if held.endswith(mark[:n])), 0)
             return self._give(len(held[: len(held) - keep].rstrip()))
-        before = held[:at].strip(_BETWEEN if mark == "{" else None)
+        before = held[:at].strip(self._between if mark == "{" else None)
+        if not self._open:
+            self._open, self._said, self._unspent, self._held = True, False, mark, held[at + len(mark) :]
+            return [before] if before else []
+        self._unspent += held[:at] if self._unspent else ""
         self._call = _Call(self._style.arguments)
         self._held = held[at:] if mark == "{" else held[at + len(mark) :].lstrip()
         return [before] if before else []
 
     def _give(self, count: int) -> list[Part]:
-        text, self._held = self._held[:count], self._held[count:]
+        text, self._held = self._unspent + self._held[:count], self._held[count:]
+        self._unspent = ""
         self._said = self._said or bool(text.strip())
         return [text] if text else []
 
@@ -141,9 +173,11 @@ class ToolCallParser:
             parts += call.push(self._held)
             self._held = call.rest
             self.calls += call.named and not named
+            self._unspent = "" if call.named else self._unspent
         if call.failed:
-            self._call, self._held, self._said = None, "", True
-            return [*parts, self._style.begin + call.head.lstrip() + call.rest]
+            text = self._unspent + self._style.begin + call.head.lstrip() + call.rest
+            self._call, self._held, self._said, self._unspent = None, "", True, ""
+            return [*parts, text]
         if call.over:
             after = self._held.lstrip()
             if after.startswith(end):

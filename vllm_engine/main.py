@@ -22,6 +22,7 @@ from ..router.front_door import FrontDoor
 from ..router.front_tls import grpc_credentials
 from ..router.grpc_auth import Authenticated
 from ..router.grpc_guard import Guard
+from ..router.metrics_peers import MetricsPeers
 from ..router.sessions import Member
 from ..router.tenants import Tenants
 from ..router.text_service import TextService
@@ -40,7 +41,7 @@ async def serve(params: VllmParams, listening: Callable[[str], None]) -> None:
     front door. Raises ConfigError when the address is taken or a file of TLS cannot be used."""
     async with contextlib.AsyncExitStack() as stack:
         options = public_options(params.router.grpc, params.router.limits.body_bytes)
-        tenants, tls = Tenants(params.router.tenants, time.monotonic()), params.router.tls
+        tenants, tls = Tenants(params.router.tenants, time.monotonic(), params.keyless), params.router.tls
         credentials = grpc_credentials(tls) if tls is not None else None
         interceptors = (Authenticated(tenants), Guard(frozenset((SERVICE,))))
         server = grpc.aio.server(interceptors=interceptors, options=options)
@@ -57,6 +58,9 @@ async def serve(params: VllmParams, listening: Callable[[str], None]) -> None:
         rng = random.Random()
         core = Core(params.router, text.tokenizer, rng, tenants)
         stack.push_async_callback(core.sessions.close)
+        peers = MetricsPeers(params.router.metrics_socket, core.metrics)
+        await peers.start()
+        stack.push_async_callback(peers.stop)
         service = VllmEngine(params, FrontDoor(params.router, core, text, rng), resolve(params.router.model_path))
         checks = health.aio.HealthServicer()
         add_VllmEngineServicer_to_server(service, server)

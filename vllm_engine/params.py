@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..router.params import RouterParams
+from ..router.params import RouterParams, TenantParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,4 +20,5 @@ class VllmParams:
     block_size: int  # what a gateway compares before it pairs two workers: that of the cluster, since pools convert
     kv_dtype: str
     model_dtype: str
+    keyless: TenantParams | None  # whose calls without a key are, where there are tenants; None: they are refused
     router: RouterParams

@@ -571,6 +571,8 @@ def router_params(model: Path, membership: str) -> RouterParams:
         ),
         http_address="127.0.0.1:0",
         share_ports=False,
+        joins=False,
+        metrics_socket="",
         membership_address=membership,
         peer_tls=None,
         prefill_placement="least_loaded",
