@@ -14,6 +14,7 @@ from .errors import AddressTaken
 from .front_door import FrontDoor
 from .front_tls import uvicorn_options
 from .http_auth import Authenticated
+from .http_protocol import Protocol
 from .http_routes import application
 
 _STOP_S = 2  # for responses that are being written when the server stops
@@ -53,6 +54,7 @@ class HttpFrontend:
         config = uvicorn.Config(
             Authenticated(application(door, batches), door.core.tenants),
             **uvicorn_options(door.params.tls),
+            http=Protocol,
             log_config=None,
             access_log=False,
             lifespan="off",

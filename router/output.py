@@ -52,7 +52,8 @@ class RequestOutput:
     def __init__(self, tokenizer: Tokenizer, request: Prepared) -> None:
         self._choices = [_Choice(tokenizer, request) for _ in range(request.sampling.n)]
         self._wants_scores = request.sampling.logprobs is not None
-        self._plain = not self._wants_scores and not request.stops and request.sampling.n == 1
+        # one choice, of which nothing is asked but its text
+        self.plain = not self._wants_scores and not request.stops and request.sampling.n == 1
 
     @property
     def completion_tokens(self) -> int:
@@ -73,11 +74,13 @@ class RequestOutput:
         """(finish reason or "", matched stop string)."""
         return self._choices[choice].reason, self._choices[choice].matched_stop
 
+    def go_on(self, ids: list[int]) -> Chunk:
+        """What to send for the next tokens, which end nothing, of an output that is `plain`."""
+        choice = self._choices[0]
+        return Chunk(0, choice.count, ids, choice.push_plain(ids), [])
+
     def push(self, tokens: Sequence[pb.Token]) -> tuple[list[Chunk], list[int]]:
         """(what to send, the choices that ended now)."""
-        if self._plain and tokens and not self._choices[0].reason and not any(t.finish_reason for t in tokens):
-            ids = [token.token_id for token in tokens]
-            return [Chunk(0, tokens[0].index, ids, self._choices[0].push_plain(ids), [])], []
         chunks: list[Chunk] = []
         ended: list[int] = []
         for token in tokens:
