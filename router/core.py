@@ -29,7 +29,7 @@ from .params import RouterParams
 from .placement.choose import Objectives
 from .placement.disaggregation import NEVER
 from .placer import Placer
-from .requests import ChoiceEnd, Chunk, Prepared
+from .requests import ChoiceEnd, Prepared
 from .sessions import Member, SessionPool
 from .stall import Stall
 from .tenants import Tenants
@@ -197,7 +197,7 @@ class Core:
                 self._measure(live, event, clock)
             self.lives.handle(live, life_event)
             if isinstance(life_event, m.Tokens) and live.record.under_way:
-                self.lives.flow(live, life_event.attempt, peer)
+                self.lives.flow(live, life_event.attempt, peer, self.metrics.gaps)
 
     def _go_on(self, peer: Peer, tokens: pb.Tokens, now: float) -> list[pb.StepToken]:
         """Takes the tokens of a step that merely continue their choices, nearly all of them; returns the others."""
@@ -268,7 +268,8 @@ class Core:
             return
         now = time.monotonic()
         for chunk in chunks:
-            self.handed_on(live, chunk, now)
+            metrics.gaps.observe(record.emitted(chunk, now), len(chunk.token_ids))
+            live.mailbox.put(chunk)
         if not had_first and record.first_at is not None:
             metrics.first_token(record.first_at - record.received, record.queue_s, record.prefill_s)
             metrics.prompt_tokens.inc(by=record.prompt_tokens)
@@ -277,14 +278,6 @@ class Core:
             metrics.second_token.observe(record.second_gap)
         for choice in ended:
             self._choice_ended(live, choice, last=choice == ended[-1] and live.output.open_choices == 0)
-
-    def handed_on(self, live: Live, chunk: Chunk, now: float) -> None:
-        """A part of an answer goes to the client."""
-        gap, tokens = live.record.emitted(chunk, now), len(chunk.token_ids)
-        if gap is not None:
-            self.metrics.gaps.observe(gap, tokens)
-        self.metrics.gaps.tokens += tokens
-        live.mailbox.put(chunk)
 
     def textless(self, live: Live) -> None:
         """Ends a request over a fault in its text, which is being handled."""

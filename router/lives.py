@@ -20,9 +20,10 @@ from .dispatch import Dispatcher
 from .flow import Flow
 from .life_messages import Peer
 from .live import Live
+from .metrics import Gaps
 from .placer import Placer
 from .sessions import SessionPool
-from .story import Stories
+from .story import Stories, Story
 
 _ANSWER_S = 1.0  # for a decode worker to say whether it has all KV of a leg: a step may be under way
 Later = Callable[[float, Callable[[], None]], object]  # seconds from now, what to do then
@@ -85,11 +86,18 @@ class Lives:
         self._work.append((live, event))
         self._drain()
 
-    def flow(self, live: Live, attempt: int, peer: Peer) -> None:
+    def flow(self, live: Live, attempt: int, peer: Peer, gaps: Gaps) -> None:
         """Lets the leg's next tokens take the short way, until something else is heard of the request."""
         ledgers, story = live.life.going_on(attempt, peer), self.stories.find(live.request_id)
         if ledgers and story is not None:
-            self.flows[live.request_id] = Flow(live, attempt, peer, ledgers, story, self._audience)
+            self.flows[live.request_id] = Flow(live, attempt, peer, ledgers, story, self._audience, gaps)
+
+    def story(self, request_id: str) -> Story | None:
+        """That of a request in flight, or of one that ended lately."""
+        flow = self.flows.get(request_id)
+        if flow is not None:
+            flow.tell()
+        return self.stories.find(request_id)
 
     def late(self, request_id: str, event: m.Event) -> None:
         """News of a request that has ended."""
@@ -134,7 +142,7 @@ class Lives:
         now, story = time.monotonic(), self.stories.find(live.request_id)
         flow = self.flows.pop(live.request_id, None)
         if flow is not None:
-            flow.hand_on(now)
+            flow.settle(now)
         actions = live.life.start() if event is None else live.life.handle(event)
         if story is not None:
             heeded = live.life.heeded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from json.encoder import encode_basestring
 
 from .openai_answer import AnswerBuilder
 from .openai_shapes import encode, event
@@ -24,11 +25,12 @@ class TextEvents:
         fixed = self._fixed.get(chunk.choice) or self._learn(chunk.choice)
         if not fixed or not chunk.text:
             return False
-        text = encode(chunk.text)
+        text = encode_basestring(chunk.text)
         if len(fixed) == 2:
             made = f"{fixed[0]}{text}{fixed[1]}"
         else:
-            made = f"{fixed[0]}{text}{fixed[1]}[{','.join(map(str, chunk.token_ids))}]{fixed[2]}"
+            ids = str(chunk.token_ids).replace(" ", "")
+            made = f"{fixed[0]}{text}{fixed[1]}{ids}{fixed[2]}"
         return self._write(made.encode())
 
     def _learn(self, choice: int) -> list[str]:

@@ -100,7 +100,7 @@ class Record:
     @property
     def under_way(self) -> bool:
         """Whether all is known of the answer's beginning: what comes now are its later tokens."""
-        return self._second is not None and self.second_gap is not None
+        return self._second is not None and self.second_gap is not None and self.first_text_at is not None
 
     def emitted(self, chunk: Chunk, now: float) -> float | None:
         """Tokens left for the client; the gap between each of them and the one before it, None for a choice's first."""
@@ -115,6 +115,10 @@ class Record:
         if self.second_gap is None:
             self.second_gap = now - before
         return (now - before) / len(chunk.token_ids)  # those of a step with proposals share its time
+
+    def went_on(self, last: float) -> None:
+        """Further tokens of the only choice have left for the client, until `last`."""
+        self.last_at = self._last_of_choice[0] = last
 
     def phases(self) -> list[Phase]:
         """The parts of the latest pass through the workers that are known, each within the request.

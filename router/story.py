@@ -56,15 +56,15 @@ class Story:
         if not isinstance(action, m.Emit):
             self._add(now, f"  {describe_action(action)}")
 
-    def went_on(self, now: float, attempt: int, peer: Peer) -> None:
+    def went_on(self, now: float, attempt: int, peer: Peer, times: int = 1) -> None:
         """Tokens came, most news of a long answer: a text is made for the first of a run only."""
         source = attempt, peer
         last = self._entries[-1] if self._entries else None
         if last is not None and last.tokens_of == source:
-            last.times, last.last = last.times + 1, now - self._arrived
+            last.times, last.last = last.times + times, now - self._arrived
             return
         self._add(now, describe_event(m.Tokens(attempt, peer, ())))
-        self._entries[-1].tokens_of = source
+        self._entries[-1].times, self._entries[-1].tokens_of = times, source
 
     def lines(self) -> list[str]:
         """The story, oldest first."""

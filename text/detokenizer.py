@@ -20,8 +20,7 @@ class Detokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """The characters that `ids` complete; special tokens have no text."""
         if not self._inside:
-            known = self._tokenizer.whole_texts
-            texts = [known[i] for i in ids]
+            texts = list(map(self._tokenizer.whole_texts.__getitem__, ids))
             if None not in texts:
                 return "".join(texts)  # type: ignore[arg-type]
         hidden = self._tokenizer.special_ids
