@@ -197,7 +197,7 @@ class Core:
                 self._measure(live, event, clock)
             self.lives.handle(live, life_event)
             if isinstance(life_event, m.Tokens) and live.record.under_way:
-                self.lives.flow(live, life_event.attempt, peer, self.metrics.gaps)
+                self.lives.flow(live, life_event.attempt, peer, self)
 
     def _go_on(self, peer: Peer, tokens: pb.Tokens, now: float) -> list[pb.StepToken]:
         """Takes the tokens of a step that merely continue their choices, nearly all of them; returns the others."""

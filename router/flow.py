@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from ..proto import worker_pb2 as pb
 from .ledger import Ledger
 from .life_messages import Peer
-from .metrics import Gaps
+from .metrics import Metrics
+from .output import ChoiceText
 from .requests import Chunk
 from .story import Story
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 class Audience(Protocol):
     """Who takes tokens of which more is asked than their text, and what goes wrong with the others."""
+
+    metrics: Metrics
 
     def emitted(self, live: Live, tokens: Sequence[pb.Token]) -> None:
         """Tokens for the client, each once and in order."""
@@ -48,11 +51,10 @@ class Flow:
         ledgers: Mapping[int, Ledger],
         story: Story,
         audience: Audience,
-        gaps: Gaps,
     ) -> None:
         """ledgers: by choice, of those that go on."""
         self._live, self._attempt, self._peer, self._ledgers = live, attempt, peer, ledgers
-        self._story, self._audience, self._gaps, self._mailbox = story, audience, gaps, live.mailbox
+        self._story, self._audience, self._gaps, self._mailbox = story, audience, audience.metrics.gaps, live.mailbox
         self._choice = live.output.plain
         self._ids = ledgers[0].token_ids if self._choice else []
         self._given = len(self._ids)  # of them, those that are text
@@ -71,14 +73,14 @@ class Flow:
             self._last = now
             self._audience.emitted(self._live, (token,))
         elif len(self._ids) - self._given >= self._together:
-            self._hand_on(now)
+            self._hand_on(self._choice, now)
         return True
 
     def settle(self, now: float) -> None:
         """Gives on what was taken, and brings what others know of the request up to date."""
         if self._choice is not None:
             if len(self._ids) > self._given:
-                self._hand_on(now)
+                self._hand_on(self._choice, now)
             self._live.record.went_on(self._last)
         self.tell()
 
@@ -88,11 +90,11 @@ class Flow:
             self._story.went_on(self._last, self._attempt, self._peer, self._times)
             self._times = 0
 
-    def _hand_on(self, now: float) -> None:
+    def _hand_on(self, choice: ChoiceText, now: float) -> None:
         given, fresh = self._given, self._ids[self._given :]
         self._given += len(fresh)
         try:
-            text = self._choice.text(fresh)
+            text = choice.text(fresh)
         except Exception:
             self._audience.textless(self._live)
             return

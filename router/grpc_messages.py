@@ -10,7 +10,7 @@ from ..proto import baton_pb2 as api
 from ..proto.errors import InvalidRequest
 from .constraint import Constraint
 from .live import Answer
-from .requests import ChoiceEnd, Chunk, ClientRequest, Output, Timing, TokenScore, Usage
+from .requests import ChoiceEnd, ClientRequest, Output, Timing, TokenScore, Usage
 
 
 def client_request(request: api.GenerateRequest, metadata: Mapping[str, str], left_s: float | None) -> ClientRequest:
@@ -102,18 +102,15 @@ def _prompt(scores: Sequence[TokenScore | None]) -> api.GenerateResponse:
 
 def response(output: Output) -> api.GenerateResponse:
     """One message of the stream."""
-    if isinstance(output, Chunk):
-        scores = [_score(score) for score in output.scores]
-        return api.GenerateResponse(
-            tokens=api.TokenChunk(
-                choice=output.choice,
-                offset=output.offset,
-                token_ids=output.token_ids,
-                text=output.text,
-                logprobs=scores,
-            )
-        )
-    return api.GenerateResponse(finished=_finished(output))
+    if isinstance(output, ChoiceEnd):
+        return api.GenerateResponse(finished=_finished(output))
+    message = api.GenerateResponse()
+    tokens = message.tokens  # filled in place: a message given to another's constructor is copied, for four times this
+    tokens.choice, tokens.offset, tokens.text = output.choice, output.offset, output.text
+    tokens.token_ids.extend(output.token_ids)
+    if output.scores:
+        tokens.logprobs.extend(map(_score, output.scores))
+    return message
 
 
 def _score(score: TokenScore) -> api.TokenLogprobs:

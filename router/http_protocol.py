@@ -30,4 +30,5 @@ def writer(scope: Scope) -> Callable[[bytes], bool] | None:
     is sending; a part is not empty. False: nothing was written, because the client reads too slowly or has left.
     None: the server offers no such thing.
     """
-    return scope.get("extensions", {}).get(_EXTENSION, {}).get("write")
+    write: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(_EXTENSION, {}).get("write")
+    return write

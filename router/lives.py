@@ -20,7 +20,6 @@ from .dispatch import Dispatcher
 from .flow import Flow
 from .life_messages import Peer
 from .live import Live
-from .metrics import Gaps
 from .placer import Placer
 from .sessions import SessionPool
 from .story import Stories, Story
@@ -29,7 +28,7 @@ _ANSWER_S = 1.0  # for a decode worker to say whether it has all KV of a leg: a 
 Later = Callable[[float, Callable[[], None]], object]  # seconds from now, what to do then
 
 
-class Audience(flow.Audience, Protocol):
+class Audience(Protocol):
     """Who is told how the requests fare."""
 
     def placing(self, live: Live, action: m.Place) -> None:
@@ -86,11 +85,11 @@ class Lives:
         self._work.append((live, event))
         self._drain()
 
-    def flow(self, live: Live, attempt: int, peer: Peer, gaps: Gaps) -> None:
+    def flow(self, live: Live, attempt: int, peer: Peer, audience: flow.Audience) -> None:
         """Lets the leg's next tokens take the short way, until something else is heard of the request."""
         ledgers, story = live.life.going_on(attempt, peer), self.stories.find(live.request_id)
         if ledgers and story is not None:
-            self.flows[live.request_id] = Flow(live, attempt, peer, ledgers, story, self._audience, gaps)
+            self.flows[live.request_id] = Flow(live, attempt, peer, ledgers, story, audience)
 
     def story(self, request_id: str) -> Story | None:
         """That of a request in flight, or of one that ended lately."""

@@ -41,7 +41,12 @@ def test_the_bytes_are_those_of_the_long_way(
     tokenizer: Tokenizer, form: type[Format], token_ids: bool, usage: bool
 ) -> None:
     made, sent = builder(form(), tokenizer, token_ids=token_ids, usage=usage), list[bytes]()
-    events = TextEvents(made, lambda part: sent.append(part) is None)
+
+    def write(part: bytes) -> bool:
+        sent.append(part)
+        return True
+
+    events = TextEvents(made, write)
     for choice in (0, 1):
         for text in TEXTS:
             for ids in ([6], [7, 0, 12345]):
