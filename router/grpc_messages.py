@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,16 +83,17 @@ def messages_of(messages: Sequence[api.Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
-async def events(answer: Answer) -> AsyncIterator[api.GenerateResponse]:
-    """The messages of one answer. Raises the BatonError that ended it."""
-    yield api.GenerateResponse(accepted=api.Accepted(request_id=answer.request_id, prompt_tokens=answer.prompt_tokens))
+async def tell(answer: Answer, say: Callable[[api.GenerateResponse], Awaitable[None]]) -> None:
+    """Says the messages of one answer, one after the other. Raises the BatonError that ended it."""
+    accepted = api.Accepted(request_id=answer.request_id, prompt_tokens=answer.prompt_tokens)
+    await say(api.GenerateResponse(accepted=accepted))
     scored = answer.scored
     async for outputs in answer.outputs():
         if scored:
             scored = False
-            yield _prompt(await answer.prompt_scores())
+            await say(_prompt(await answer.prompt_scores()))
         for output in outputs:
-            yield response(output)
+            await say(response(output))
 
 
 def _prompt(scores: Sequence[TokenScore | None]) -> api.GenerateResponse:
