@@ -52,6 +52,7 @@ class Case:
 
 CASES = [
     Case("http", "http", 320, 6400, 1, 8),
+    Case("http-busy", "http", 640, 12800, 1, 8),
     Case("http-4", "http", 640, 12800, 4, 8),
     Case("grpc", "grpc", 320, 6400, 1, 8),
     Case("grpc-4", "grpc", 640, 12800, 4, 8),

@@ -56,7 +56,7 @@ class PlanSection(Section):
     """What `plan` may choose from, and what it assumes where nothing was measured."""
 
     gpus: Count = 512  # at most, in both pools
-    tensor_parallel: list[Count] = Field([1, 2, 4, 8], min_length=1)
+    tensor_parallel: list[Count] = Field(default=[1, 2, 4, 8], min_length=1)
     weights: Literal["auto", "float32", "bfloat16", "fp8", "int8", "int4"] = "auto"  # auto: as `model` says
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory, for weights, activations and KV
     reserve: Bytes = 10**9  # of a GPU's memory, for the runtime and its workspaces

@@ -173,17 +173,22 @@ class Core:
 
     def session_event(self, peer: Peer, event: pb.WorkerEvent) -> None:
         """A worker said something about a leg; what concerns requests that are over is late news."""
-        if event.HasField("prefixes"):
-            self.lives.dispatcher.prefixes_changed(peer, event.prefixes)
-        if event.HasField("prompt_scores"):
-            name = event.prompt_scores.leg.request_id
-            live = self.lives.get(name) or self._unscored.get(name)
-            if live is not None:
-                live.scored(event.prompt_scores)
-        now, clock = time.monotonic(), self._clock(peer)
         self._heard += 1
-        if event.HasField("tokens"):
-            event = self._go_on(peer, event, now)
+        now = time.monotonic()
+        match event.WhichOneof("event"):
+            case "tokens":
+                others = self._go_on(peer, event.tokens, now)
+                if not others:
+                    return
+                event = pb.WorkerEvent(tokens=pb.Tokens(tokens=others, at=event.tokens.at))
+            case "prefixes":
+                self.lives.dispatcher.prefixes_changed(peer, event.prefixes)
+            case "prompt_scores":
+                name = event.prompt_scores.leg.request_id
+                live = self.lives.get(name) or self._unscored.get(name)
+                if live is not None:
+                    live.scored(event.prompt_scores)
+        clock = self._clock(peer)
         for request_id, life_event in translate(peer, event):
             live = self.lives.get(request_id)
             if live is None:
@@ -195,21 +200,18 @@ class Core:
             elif live.life.follows(life_event.leg):
                 self._measure(live, event, clock)
             self.lives.handle(live, life_event)
+            if isinstance(life_event, m.Tokens) and live.record.under_way:
+                self.lives.flow(live, life_event.attempt, peer, self)
 
-    def _go_on(self, peer: Peer, event: pb.WorkerEvent, now: float) -> pb.WorkerEvent:
+    def _go_on(self, peer: Peer, tokens: pb.Tokens, now: float) -> list[pb.StepToken]:
         """Takes the tokens of a step that merely continue their choices, nearly all of them; returns the others."""
         others: list[pb.StepToken] = []
-        get, at = self.lives.get, event.tokens.at
-        for step in event.tokens.tokens:
-            live, token = get(step.request_id), step.token
-            if live is None or live.record.second_awaited or not live.life.goes_on(step.attempt, peer, token):
+        flows = self.lives.flows
+        for step in tokens.tokens:
+            flow = flows.get(step.request_id)
+            if flow is None or not flow.take(peer, step, now):
                 others.append(step)
-                continue
-            live.fresh.append(token)
-            if len(live.fresh) >= live.together:
-                self.lives.went_on(live, peer, step.attempt, now)
-                self.emitted(live, ())
-        return pb.WorkerEvent(tokens=pb.Tokens(tokens=others, at=at))
+        return others
 
     def _clock(self, peer: Peer) -> str:
         """The name of the worker's clock; empty: unknown."""
@@ -262,28 +264,29 @@ class Core:
     def emitted(self, live: Live, tokens: Sequence[pb.Token]) -> None:
         """Makes text of tokens, and gives it to the client."""
         record, metrics = live.record, self.metrics
-        if live.fresh:
-            tokens, live.fresh = [*live.fresh, *tokens], []
         had_first, had_second = record.first_at is not None, record.second_gap is not None
         try:
             chunks, ended = live.output.push(tokens)
         except Exception:
-            _log.exception("%s: the text of its tokens could not be made", live.request_id)
-            self.lives.handle(live, m.GiveUp(InternalError("the answer's text could not be made")))
+            self.textless(live)
             return
-        for gap, times in record.emitted(chunks, time.monotonic()):
-            metrics.gaps.observe(gap, times)
+        now = time.monotonic()
+        for chunk in chunks:
+            metrics.gaps.observe(record.emitted(chunk, now), len(chunk.token_ids))
+            live.mailbox.put(chunk)
         if not had_first and record.first_at is not None:
             metrics.first_token(record.first_at - record.received, record.queue_s, record.prefill_s)
             metrics.prompt_tokens.inc(by=record.prompt_tokens)
             metrics.cached_tokens.inc(by=record.prefill_cached or 0)
         if not had_second and record.second_gap is not None:
             metrics.second_token.observe(record.second_gap)
-        for chunk in chunks:
-            metrics.gaps.tokens += len(chunk.token_ids)
-            live.mailbox.put(chunk)
         for choice in ended:
             self._choice_ended(live, choice, last=choice == ended[-1] and live.output.open_choices == 0)
+
+    def textless(self, live: Live) -> None:
+        """Ends a request over a fault in its text, which is being handled."""
+        _log.exception("%s: the text of its tokens could not be made", live.request_id)
+        self.lives.handle(live, m.GiveUp(InternalError("the answer's text could not be made")))
 
     def _choice_ended(self, live: Live, choice: int, *, last: bool) -> None:
         reason, matched = live.output.reason(choice)
@@ -299,8 +302,6 @@ class Core:
         """Closes the answer; the story of a request that ended badly goes to the log."""
         if live.timer is not None:
             live.timer.cancel()
-        if live.fresh:
-            self.emitted(live, ())
         record, now = live.record, time.monotonic()
         self._drained.ended(now)
         unused = live.request.sampling.max_tokens * live.request.sampling.n - live.output.completion_tokens

@@ -11,7 +11,7 @@ from ..proto import baton_pb2 as api
 from ..proto.errors import BatonError, DeadlineExceeded, Exhausted
 from .front_door import FrontDoor
 from .grpc_errors import failure
-from .grpc_messages import client_request, events
+from .grpc_messages import client_request, tell
 from .live import Answer
 
 _LEAST_WAIT_S = 0.05  # before a full router is asked again
@@ -55,8 +55,7 @@ class Batch:
     async def _one(self, index: int) -> None:
         answer = await self._accepted(self._requests[index])
         try:
-            async for event in events(answer):
-                await self._say(api.GenerateBatchResponse(index=index, answer=event))
+            await tell(answer, lambda event: self._say(api.GenerateBatchResponse(index=index, answer=event)))
         finally:
             answer.cancel()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..proto import baton_pb2 as api
 from ..proto.errors import InvalidRequest
 from .constraint import Constraint
 from .live import Answer
-from .requests import ChoiceEnd, Chunk, ClientRequest, Output, Timing, TokenScore, Usage
+from .requests import ChoiceEnd, ClientRequest, Output, Timing, TokenScore, Usage
 
 
 def client_request(request: api.GenerateRequest, metadata: Mapping[str, str], left_s: float | None) -> ClientRequest:
@@ -83,16 +83,17 @@ def messages_of(messages: Sequence[api.Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
-async def events(answer: Answer) -> AsyncIterator[api.GenerateResponse]:
-    """The messages of one answer. Raises the BatonError that ended it."""
-    yield api.GenerateResponse(accepted=api.Accepted(request_id=answer.request_id, prompt_tokens=answer.prompt_tokens))
+async def tell(answer: Answer, say: Callable[[api.GenerateResponse], Awaitable[None]]) -> None:
+    """Says the messages of one answer, one after the other. Raises the BatonError that ended it."""
+    accepted = api.Accepted(request_id=answer.request_id, prompt_tokens=answer.prompt_tokens)
+    await say(api.GenerateResponse(accepted=accepted))
     scored = answer.scored
     async for outputs in answer.outputs():
         if scored:
             scored = False
-            yield _prompt(await answer.prompt_scores())
+            await say(_prompt(await answer.prompt_scores()))
         for output in outputs:
-            yield response(output)
+            await say(response(output))
 
 
 def _prompt(scores: Sequence[TokenScore | None]) -> api.GenerateResponse:
@@ -102,18 +103,15 @@ def _prompt(scores: Sequence[TokenScore | None]) -> api.GenerateResponse:
 
 def response(output: Output) -> api.GenerateResponse:
     """One message of the stream."""
-    if isinstance(output, Chunk):
-        scores = [_score(score) for score in output.scores]
-        return api.GenerateResponse(
-            tokens=api.TokenChunk(
-                choice=output.choice,
-                offset=output.offset,
-                token_ids=output.token_ids,
-                text=output.text,
-                logprobs=scores,
-            )
-        )
-    return api.GenerateResponse(finished=_finished(output))
+    if isinstance(output, ChoiceEnd):
+        return api.GenerateResponse(finished=_finished(output))
+    message = api.GenerateResponse()
+    tokens = message.tokens  # filled in place: a message given to another's constructor is copied, for four times this
+    tokens.choice, tokens.offset, tokens.text = output.choice, output.offset, output.text
+    tokens.token_ids.extend(output.token_ids)
+    if output.scores:
+        tokens.logprobs.extend(map(_score, output.scores))
+    return message
 
 
 def _score(score: TokenScore) -> api.TokenLogprobs:

@@ -9,7 +9,7 @@ from .bounds import check_batch, check_detokenize, check_message, check_messages
 from .front_door import FrontDoor
 from .grpc_batch import Batch
 from .grpc_errors import Context, abort
-from .grpc_messages import chat_request, client_request, events, messages_of
+from .grpc_messages import chat_request, client_request, messages_of, tell
 from .live import Answer
 from .requests import ClientRequest
 
@@ -87,8 +87,7 @@ def metadata(context: Context) -> dict[str, str]:
 async def _stream(answer: Answer, context: Context) -> None:
     try:
         await context.send_initial_metadata(tuple(answer.headers.items()))
-        async for event in events(answer):
-            await context.write(event)
+        await tell(answer, context.write)
     except BatonError as error:
         await abort(context, error, answer.request_id)
     finally:

@@ -14,6 +14,7 @@ from .errors import AddressTaken
 from .front_door import FrontDoor
 from .front_tls import uvicorn_options
 from .http_auth import Authenticated
+from .http_protocol import Protocol
 from .http_routes import application
 from .metrics_peers import MetricsPeers
 
@@ -54,6 +55,7 @@ class HttpFrontend:
         config = uvicorn.Config(
             Authenticated(application(door, batches, peers), door.core.tenants),
             **uvicorn_options(door.params.tls),
+            http=Protocol,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ..proto.errors import BatonError
 from .front_door import FrontDoor
 from .http_leaving import while_there
+from .http_protocol import writer
 from .openai_calls import OpenAICall, Running
 from .openai_shapes import DONE, error_body, event
 
@@ -38,7 +41,7 @@ class Generation(Response):
         try:
             await self._running.start()
             if self._call.stream:
-                await self._send_events(send)
+                await self._send_events(send, writer(scope))
                 return
             headers = self._running.headers
             response = await self._running.whole(lambda builder: JSONResponse(builder.whole(), headers=headers))
@@ -48,13 +51,15 @@ class Generation(Response):
         finally:
             self._running.cancel()
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
         """Headers leave with the first part, so that what fails before it has its own status."""
         builder, parts = self._running.builder, self._running.parts()
         part = await anext(parts, None)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         headers += [(name.encode(), value.encode()) for name, value in self._running.headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if write is not None:
+            self._running.shortcut(write)
         try:
             while part is not None:
                 prompt, outputs = part

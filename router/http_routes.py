@@ -111,7 +111,7 @@ class _Routes:
     async def story(self, request: Request) -> Response:
         """What happened to a request that runs or ended lately; for people on this host only."""
         request_id = request.path_params["request_id"]
-        story = self._door.core.lives.stories.find(request_id) if _from_here(request) else None
+        story = self._door.core.lives.story(request_id) if _from_here(request) else None
         if story is None:
             raise NoSuchPath(f"no request {request_id} is known here (any more)")
         return JSONResponse({"id": story.request_id, "story": story.lines()})

@@ -14,7 +14,7 @@ from .mailbox import Mailbox
 from .output import RequestOutput
 from .record import Record
 from .request_life import RequestLife
-from .requests import Output, Prepared, TokenScore, TopToken
+from .requests import Chunk, Output, Prepared, TokenScore, TopToken
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -33,8 +33,6 @@ class Live:
         self.output = RequestOutput(tokenizer, request)
         self.record = Record(now, len(request.prompt_ids), sampling.n)
         self.mailbox = Mailbox(request.stream_interval)
-        self.fresh: list[pb.Token] = []  # taken from a worker, not yet made text
-        self.together = 1 if request.stops else request.stream_interval  # so many are made text at a time
         self.sampling = sampling.to_wire()
         self.traceparent = tracing.parent.get()
         self.span: Span | None = None  # where requests are traced
@@ -85,6 +83,11 @@ class Answer:
     def outputs(self) -> AsyncIterator[list[Output]]:
         """The answer in order; raises the BatonError that ended it. To be read once."""
         return self._live.mailbox.read()
+
+    def shortcut(self, take: Callable[[Chunk], bool]) -> None:
+        """While the reader of `outputs` waits, `take` may have each chunk at once; where it returns False, and for all
+        else, the reader is woken."""
+        self._live.mailbox.shortcut = take
 
     async def prompt_scores(self) -> list[TokenScore | None]:
         """One for each token of the prompt, the first aside, where they were asked for.

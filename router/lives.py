@@ -14,13 +14,15 @@ from typing import Protocol
 
 from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError
+from . import flow
 from . import life_messages as m
 from .dispatch import Dispatcher
+from .flow import Flow
 from .life_messages import Peer
 from .live import Live
 from .placer import Placer
 from .sessions import SessionPool
-from .story import Stories
+from .story import Stories, Story
 
 _ANSWER_S = 1.0  # for a decode worker to say whether it has all KV of a leg: a step may be under way
 Later = Callable[[float, Callable[[], None]], object]  # seconds from now, what to do then
@@ -56,6 +58,7 @@ class Lives:
         self.stories = Stories()
         self._audience = audience
         self._later = later
+        self.flows: dict[str, Flow] = {}  # by request id, of those whose tokens take the short way
         self._lives: dict[str, Live] = {}
         self._work: deque[tuple[Live, m.Event | None]] = deque()
         self._working = False
@@ -82,11 +85,18 @@ class Lives:
         self._work.append((live, event))
         self._drain()
 
-    def went_on(self, live: Live, peer: Peer, attempt: int, now: float) -> None:
-        """Tokens came that changed nothing but the length of an answer."""
-        story = self.stories.find(live.request_id)
-        if story is not None:
-            story.heard(now, m.Tokens(attempt, peer, ()), heeded=True)
+    def flow(self, live: Live, attempt: int, peer: Peer, audience: flow.Audience) -> None:
+        """Lets the leg's next tokens take the short way, until something else is heard of the request."""
+        ledgers, story = live.life.going_on(attempt, peer), self.stories.find(live.request_id)
+        if ledgers and story is not None:
+            self.flows[live.request_id] = Flow(live, attempt, peer, ledgers, story, audience)
+
+    def story(self, request_id: str) -> Story | None:
+        """That of a request in flight, or of one that ended lately."""
+        flow = self.flows.get(request_id)
+        if flow is not None:
+            flow.tell()
+        return self.stories.find(request_id)
 
     def late(self, request_id: str, event: m.Event) -> None:
         """News of a request that has ended."""
@@ -129,6 +139,9 @@ class Lives:
 
     def _feed(self, live: Live, event: m.Event | None) -> None:
         now, story = time.monotonic(), self.stories.find(live.request_id)
+        flow = self.flows.pop(live.request_id, None)
+        if flow is not None:
+            flow.settle(now)
         actions = live.life.start() if event is None else live.life.handle(event)
         if story is not None:
             heeded = live.life.heeded

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-_BEAT_S = 0.02
+_BEAT_S = 0.1  # it wakes an idle router
 
 
 async def watch(observe: Callable[[float], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from ..proto.errors import BatonError
 from .output import merge
@@ -14,6 +14,7 @@ class Mailbox:
     """Never drops: what a slow reader has not taken is merged into fewer, larger chunks.
 
     interval: tokens of a choice that wake the reader; its first ones, and its end, do so at once.
+    shortcut: takes what is ripe at once, without waking a reader that waits for it; False: it has taken nothing.
     """
 
     def __init__(self, interval: int = 1) -> None:
@@ -22,15 +23,21 @@ class Mailbox:
         self._wake = asyncio.Event()
         self._closed = False
         self._error: BatonError | None = None
+        self._awaited = False  # nothing is here, and the reader, done with what it took, waits
+        self.shortcut: Callable[[Chunk], bool] | None = None
 
     def put(self, item: Output) -> None:
         """Adds an item for the reader."""
+        ripe = not isinstance(item, Chunk) or item.offset == 0 or len(item.token_ids) >= self._interval
+        if self._awaited and self.shortcut and ripe and isinstance(item, Chunk) and self.shortcut(item):
+            return
+        self._awaited = False
         last = self._last_chunk(item)
         if last is not None and isinstance(item, Chunk) and merge(last, item):
-            item = last
+            ripe = ripe or len(last.token_ids) >= self._interval
         else:
             self._items.append(item)
-        if not isinstance(item, Chunk) or item.offset == 0 or len(item.token_ids) >= self._interval:
+        if ripe:
             self._wake.set()
 
     def close(self, error: BatonError | None) -> None:
@@ -41,6 +48,7 @@ class Mailbox:
     async def read(self) -> AsyncIterator[list[Output]]:
         """All that is there, each time there is something. Raises the error that the request ended with."""
         while True:
+            self._awaited = not (self._items or self._closed)
             await self._wake.wait()
             self._wake.clear()
             items, self._items = self._items, []

@@ -47,7 +47,7 @@ class RouterState(NamedTuple):
     workers: Sequence[WorkerState]
 
 
-class _Gaps(Collector):
+class Gaps(Collector):
     """The histogram of inter-token latencies and the count of tokens, under both names: with as little work per token
     as possible, since there is nothing else that every token of every stream passes through."""
 
@@ -55,12 +55,14 @@ class _Gaps(Collector):
         self._labels = {"baton_": {"model_name": model}, "vllm:": {"model_name": model, "engine": "0"}}
         self._counts = [0] * (len(_GAP) + 1)
         self._sum = 0.0
-        self.tokens = 0
+        self._tokens = 0
 
-    def observe(self, gap_s: float, times: int = 1) -> None:
-        """A token came `gap_s` after the one before it, `times` times."""
-        self._counts[bisect_left(_GAP, gap_s)] += times
-        self._sum += gap_s * times
+    def observe(self, gap_s: float | None, times: int) -> None:
+        """`times` tokens came, each `gap_s` after the one before it; None: the first of a choice."""
+        self._tokens += times
+        if gap_s is not None:
+            self._counts[bisect_left(_GAP, gap_s)] += times
+            self._sum += gap_s * times
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -76,7 +78,7 @@ class _Gaps(Collector):
             )
             yield family
             total = CounterMetricFamily(f"{prefix}generation_tokens", "Tokens given out", labels=list(labels))
-            total.add_metric(list(labels.values()), self.tokens)
+            total.add_metric(list(labels.values()), self._tokens)
             yield total
 
 
@@ -118,7 +120,7 @@ class Metrics:
         self.cached_tokens = self._counters("prompt_tokens_cached", "Of these, found in prefill prefix caches")
         self.finished = self._counters("request_success", "Choices by finish reason", "finished_reason")
         self.ttft = self._both("time_to_first_token_seconds", "time_to_first_token_seconds", _TTFT)
-        self.gaps = _Gaps(model)
+        self.gaps = Gaps(model)
         self.registry.register(self.gaps)
         self.tpot = self._both("time_per_output_token_seconds", "request_time_per_output_token_seconds", _GAP)
         self.e2e = self._both("e2e_request_seconds", "e2e_request_latency_seconds", _LONG)

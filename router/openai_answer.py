@@ -132,6 +132,19 @@ class AnswerBuilder:
             more = {}
         return events
 
+    @property
+    def shows_ids(self) -> bool:
+        """Whether events have the ids of their tokens."""
+        return self._wanted.token_ids
+
+    def sample(self, index: int, mark: str) -> Json | None:
+        """An event of a choice that has begun, with `mark` for its text and its ids, where events of text differ in
+        nothing else; else None."""
+        wanted, choice = self._wanted, self._choices.get(index)
+        if choice is None or choice.parser or wanted.logprobs or wanted.usage_in_each or wanted.scores_only:
+            return None
+        return self._event(index, self._form.delta(mark), {"token_ids": mark} if wanted.token_ids else {})
+
     def usage_event(self) -> Json | None:
         """The event after the last choice, when the client asked for it."""
         if not self._wanted.usage:

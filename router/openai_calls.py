@@ -17,6 +17,7 @@ from .live import Answer
 from .openai_answer import AnswerBuilder, Echo, Wanted
 from .openai_schema import ChatRequest, CompletionRequest, parse
 from .openai_shapes import ChatFormat, CompletionFormat, Format
+from .openai_text_events import TextEvents
 from .requests import ClientRequest, Output
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -107,6 +108,12 @@ class Running:
     def headers(self) -> dict[str, str]:
         """Of the answer, once it was started."""
         return self._answers[0].headers
+
+    def shortcut(self, write: Callable[[bytes], bool]) -> None:
+        """While the reader of `parts` waits, events that say no more than text may go straight to `write`, which
+        returns False to have the reader woken instead. For a single prompt: several take turns in `parts`."""
+        if len(self._answers) == 1:
+            self._answers[0].shortcut(TextEvents(self.builder, write).take)
 
     async def parts(self) -> AsyncIterator[tuple[int, list[Output]]]:
         """(prompt, outputs) as they come; what is repeated of a prompt is with the builder before its first ones."""

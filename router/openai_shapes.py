@@ -11,7 +11,7 @@ from ..text.tokenizer import Tokenizer
 from .requests import TokenScore, Usage
 
 Json = dict[str, Any]
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 Scores = Sequence[TokenScore | None]
 _ERROR_TYPES = dict.fromkeys((400, 405, 413), "invalid_request_error")
 _ERROR_TYPES |= {404: "not_found_error", 401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
@@ -38,7 +38,7 @@ def usage_body(usages: Iterable[Usage]) -> Json:
 
 def event(body: Json) -> bytes:
     """One server-sent event."""
-    return b"data: " + _encode(body).encode() + b"\n\n"
+    return b"data: " + encode(body).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

@@ -84,7 +84,8 @@ def _paths(served: str) -> Json:
 
 def _open_inference(named: Json) -> Json:
     """Of the Open Inference Protocol."""
-    model, events = "/v2/models/{model}", {"text/event-stream": {}}
+    model = "/v2/models/{model}"
+    events: Json = {"text/event-stream": {}}
 
     def post(summary: str, body: str, content: Json | None = None) -> Json:
         return {"post": {**_post(summary, body, content), "parameters": [_parameter("model", "path", named)]}}

@@ -11,7 +11,7 @@ from ..text.tokenizer import Tokenizer
 from .requests import Chunk, Prepared, TokenScore, TopToken
 
 
-class _Choice:
+class ChoiceText:
     """The text of one choice so far."""
 
     def __init__(self, tokenizer: Tokenizer, request: Prepared) -> None:
@@ -23,8 +23,8 @@ class _Choice:
         self._detokenizer = Detokenizer(tokenizer, request.shown_ids)
         self._matcher = StopMatcher(request.stops, request.include_stop)
 
-    def push_plain(self, ids: list[int]) -> str:
-        """The text that tokens bring out which end nothing, where there are no stop strings."""
+    def text(self, ids: list[int]) -> str:
+        """What tokens bring out which end nothing, where there are no stop strings."""
         self.count += len(ids)
         return self._detokenizer.push(ids)
 
@@ -50,9 +50,10 @@ class RequestOutput:
     """All choices of one request. `push` takes tokens in order; tokens after a choice's end are ignored."""
 
     def __init__(self, tokenizer: Tokenizer, request: Prepared) -> None:
-        self._choices = [_Choice(tokenizer, request) for _ in range(request.sampling.n)]
+        self._choices = [ChoiceText(tokenizer, request) for _ in range(request.sampling.n)]
         self._wants_scores = request.sampling.logprobs is not None
-        self._plain = not self._wants_scores and not request.stops and request.sampling.n == 1
+        plain = not self._wants_scores and not request.stops and request.sampling.n == 1
+        self.plain = self._choices[0] if plain else None  # the only choice, where its tokens make text and nothing else
 
     @property
     def completion_tokens(self) -> int:
@@ -75,9 +76,6 @@ class RequestOutput:
 
     def push(self, tokens: Sequence[pb.Token]) -> tuple[list[Chunk], list[int]]:
         """(what to send, the choices that ended now)."""
-        if self._plain and tokens and not self._choices[0].reason and not any(t.finish_reason for t in tokens):
-            ids = [token.token_id for token in tokens]
-            return [Chunk(0, tokens[0].index, ids, self._choices[0].push_plain(ids), [])], []
         chunks: list[Chunk] = []
         ended: list[int] = []
         for token in tokens:

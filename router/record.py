@@ -97,23 +97,28 @@ class Record:
         """Whether `stepped` has something to learn yet."""
         return self._second is None
 
-    def emitted(self, chunks: Sequence[Chunk], now: float) -> list[tuple[float, int]]:
-        """Tokens left for the client; (the gap to the one before, how many tokens have it), for each choice that had
-        one."""
-        gaps: list[tuple[float, int]] = []
-        for chunk in chunks:
-            before, self._last_of_choice[chunk.choice] = self._last_of_choice[chunk.choice], now
+    @property
+    def under_way(self) -> bool:
+        """Whether all is known of the answer's beginning: what comes now are its later tokens."""
+        return self._second is not None and self.second_gap is not None and self.first_text_at is not None
+
+    def emitted(self, chunk: Chunk, now: float) -> float | None:
+        """Tokens left for the client; the gap between each of them and the one before it, None for a choice's first."""
+        before, self._last_of_choice[chunk.choice] = self._last_of_choice[chunk.choice], now
+        self.last_at = now
+        if self.first_text_at is None and chunk.text:
+            self.first_text_at = now
+        if before is None:
             if self.first_at is None:
                 self.first_at = now
-            if self.first_text_at is None and chunk.text:
-                self.first_text_at = now
-            if before is not None:
-                tokens = len(chunk.token_ids)  # more than one of a step with proposals: they share its time
-                gaps.append(((now - before) / tokens, tokens))
-                if self.second_gap is None:
-                    self.second_gap = now - before
-        self.last_at = now
-        return gaps
+            return None
+        if self.second_gap is None:
+            self.second_gap = now - before
+        return (now - before) / len(chunk.token_ids)  # those of a step with proposals share its time
+
+    def went_on(self, last: float) -> None:
+        """Further tokens of the only choice have left for the client, until `last`."""
+        self.last_at = self._last_of_choice[0] = last
 
     def phases(self) -> list[Phase]:
         """The parts of the latest pass through the workers that are known, each within the request.

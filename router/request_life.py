@@ -96,15 +96,14 @@ class RequestLife:
                 actions = self._leg_event(leg, event) if leg is not None and leg.key == event.leg else []
                 return actions + self._source_event(event)
 
-    def goes_on(self, attempt: int, peer: Peer, token: pb.Token) -> bool:
-        """Takes the usual token of a step without more ado: a choice that is being decoded goes on with it.
-
-        It is then to be emitted. False: nothing was done, and `handle` must be told of it.
+    def going_on(self, attempt: int, peer: Peer) -> dict[int, Ledger]:
+        """The choices that `peer` decodes in this leg. Until the next event their ledgers may take the usual tokens
+        (`Ledger.goes_on`) without more ado, which are then to be emitted.
         """
         leg = self.legs.get(attempt)
         if leg is None or leg.state is not LegState.DECODING or leg.decode != peer or self.outcome is not None:
-            return False
-        return token.choice in leg.choices and self.ledgers[token.choice].goes_on(token)
+            return {}
+        return {choice: self.ledgers[choice] for choice in leg.choices}
 
     # ---- events of one leg -----------------------------------------------------------------------------------------
 

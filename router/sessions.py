@@ -154,12 +154,18 @@ class Session:
             await call.write(pb.RouterMessage(commands=commands))
 
     async def _beat(self) -> None:
-        """Heartbeats, and the watch for silence; a stall of our own loop is not held against the worker."""
+        """Heartbeats, and the watch for silence; a stall of our own loop is not held against the worker.
+
+        All sessions beat at the same moments: the loop wakes up once for all of them.
+        """
+        beat_s = self._heartbeat_s
         while True:
             before = time.monotonic()
-            await asyncio.sleep(self._heartbeat_s)
+            pause_s = beat_s - before % beat_s
+            pause_s += beat_s if pause_s < beat_s / 8 else 0.0  # a timer that came early is no second beat
+            await asyncio.sleep(pause_s)
             now = time.monotonic()
-            self._heard += max(0.0, now - before - self._heartbeat_s)
+            self._heard += max(0.0, now - before - pause_s)
             if now - self._heard > self._dead_after_s:
                 raise ConnectionError(f"silent for {now - self._heard:.1f} s")
             self._wake.set()

@@ -47,7 +47,7 @@ class Story:
     def heard(self, now: float, event: m.Event, heeded: bool) -> None:
         """News; not `heeded`: it changed nothing because it was late, stale or out of turn."""
         if heeded and isinstance(event, m.Tokens):
-            self._tokens(now - self._arrived, event)
+            self.went_on(now, event.attempt, event.peer)
             return
         self._add(now, f"{describe_event(event)}{'' if heeded else '  -- dropped'}")
 
@@ -56,14 +56,15 @@ class Story:
         if not isinstance(action, m.Emit):
             self._add(now, f"  {describe_action(action)}")
 
-    def _tokens(self, at: float, event: m.Tokens) -> None:
-        """Most news of a long answer: a text is made for the first of a run only."""
-        last, source = self._entries[-1] if self._entries else None, (event.attempt, event.peer)
+    def went_on(self, now: float, attempt: int, peer: Peer, times: int = 1) -> None:
+        """Tokens came, most news of a long answer: a text is made for the first of a run only."""
+        source = attempt, peer
+        last = self._entries[-1] if self._entries else None
         if last is not None and last.tokens_of == source:
-            last.times, last.last = last.times + 1, at
+            last.times, last.last = last.times + times, now - self._arrived
             return
-        self._add(self._arrived + at, describe_event(event))
-        self._entries[-1].tokens_of = source
+        self._add(now, describe_event(m.Tokens(attempt, peer, ())))
+        self._entries[-1].times, self._entries[-1].tokens_of = times, source
 
     def lines(self) -> list[str]:
         """The story, oldest first."""

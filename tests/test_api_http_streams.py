@@ -38,7 +38,7 @@ async def leave(http: httpx.AsyncClient, path: str = TEXT, **body: Any) -> None:
 async def test_api_01_streams_that_are_left_stop_and_the_next_request_is_served(rig: RouterRig) -> None:
     async with httpx.AsyncClient(base_url=rig.http.base_url, timeout=30, trust_env=False) as http:
         await asyncio.gather(*(leave(http) for _ in range(32)))
-    await rig.cluster.settled(5)  # long before 200 tokens of 10 ms
+    await rig.cluster.settled()  # long before 200 tokens of 10 ms
     assert await rig.metric("baton_requests_cancelled_total") == 32
     assert (await rig.http.post(TEXT, json={"prompt": "x", "max_tokens": 2})).json()["choices"][0]["text"] == "aa"
 
@@ -47,12 +47,12 @@ async def test_api_02_left_and_forgotten_streams_leave_nothing(rig: RouterRig) -
     async with httpx.AsyncClient(base_url=rig.http.base_url, timeout=30, trust_env=False) as http:
         for _ in range(10):
             await asyncio.gather(*(leave(http) for _ in range(20)))
-        await rig.cluster.settled(5)
+        await rig.cluster.settled()
         assert await rig.metric("baton_requests_cancelled_total") == 200
         # a client that reads one event and forgets the call: its own deadline ends it
         kept = await http.send(http.build_request("POST", TEXT, json={**LONG, "timeout": 0.5}), stream=True)
         await anext(kept.aiter_raw())
-        await rig.cluster.settled(5)
+        await rig.cluster.settled()
         await kept.aclose()
     await rig.reconcile()
 
@@ -88,7 +88,7 @@ async def test_api_09_streams_that_are_left_leave_clean_logs(rig: RouterRig, cap
                     assert (
                         await http.post(TEXT, json={**LONG, "stream": False, "timeout": timeout})
                     ).status_code == 504
-            await rig.cluster.settled(5)
+            await rig.cluster.settled()
             gc.collect()
             await asyncio.sleep(0.05)
     finally:

@@ -34,7 +34,7 @@ async def test_a_router_elsewhere_serves_the_clusters_workers(tmp_path: Path, ti
         assert answer.json()["choices"][0]["text"] == "hello"
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 30) == 0
-        await cluster.settled(5)
+        await cluster.settled()
     finally:
         if process.returncode is None:
             process.kill()

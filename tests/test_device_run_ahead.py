@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from baton.engine import device_runner
 from baton.engine.device_edge import HostEdge, Mark
-from baton.engine.device_flight import can_run_ahead, next_step
+from baton.engine.device_flight import Flight, can_run_ahead, next_step
 from baton.engine.device_kv import DeviceKV
 from baton.engine.device_runner import DeviceRunner
 from baton.engine.params import EngineParams, SpeculationParams
@@ -308,7 +307,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> list[DeviceRunner]:
 def dropped(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Rows that were queued ahead, and how many of them were asked for."""
     counts = {"ahead": 0, "asked": 0}
-    take_off, rows_of = DeviceRunner._take_off, device_runner.Flight.rows_of
+    take_off, rows_of = DeviceRunner._take_off, Flight.rows_of
 
     def noted(self: DeviceRunner, steps: Sequence[SequenceStep], prior: Any) -> Any:
         counts["ahead"] += sum(step.tokens[0] < 0 for step in steps)
@@ -320,7 +319,7 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return rows
 
     monkeypatch.setattr(DeviceRunner, "_take_off", noted)
-    monkeypatch.setattr(device_runner.Flight, "rows_of", found)
+    monkeypatch.setattr(Flight, "rows_of", found)
     return counts
 
 

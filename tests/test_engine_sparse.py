@@ -30,12 +30,11 @@ from baton.text.source import resolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
-from torch.sparse._semi_structured_conversions import (
-    sparse_semi_structured_from_dense_cutlass,
-    sparse_semi_structured_to_dense_cutlass,
-)
+from torch.sparse import _semi_structured_conversions as conversions
 
 TOKENS = random_tokens(30, VOCAB)
+_packed_of: Any = conversions.sparse_semi_structured_from_dense_cutlass
+_dense_of: Any = conversions.sparse_semi_structured_to_dense_cutlass
 
 
 def pruned(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +136,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def product(packed: Tensor, meta: Tensor, dense: Tensor) -> Tensor:
         assert not dense.shape[1] % 8  # rows of activations, as the kernel wants them
         asked.append((dense.shape[0], dense.shape[1]))
-        whole = sparse_semi_structured_to_dense_cutlass(packed, meta)
+        whole: Tensor = _dense_of(packed, meta)
         return (whole.float() @ dense.float()).to(dense.dtype)
 
     monkeypatch.setattr(CUTLASS, "_validate_device_dim_dtype_shape", classmethod(lambda cls, weight: None))
@@ -178,7 +177,12 @@ def test_which_products_a_gpu_has() -> None:
 )
 def test_what_products_do_not_take_runs_dense(shape: tuple[int, int], dtype: torch.dtype, taken: bool) -> None:
     asked: list[Tensor] = []
-    linears = SparseLinears("auto", True, of_a_gpu(lambda weight: asked.append(weight) or weight))
+
+    def product(weight: Tensor) -> Tensor:
+        asked.append(weight)
+        return weight
+
+    linears = SparseLinears("auto", True, of_a_gpu(product))
     weight = pruned(torch.randn(shape))[0].to(dtype)
     assert (linears.linear(weight, None) is not None) == taken == bool(asked)
     assert linears.linear(torch.randn(shape, dtype=dtype), None) is None
@@ -190,9 +194,9 @@ def test_what_products_do_not_take_runs_dense(shape: tuple[int, int], dtype: tor
 def test_torch_multiplies_with_the_packed_weight(on_a_cpu: list[tuple[int, int]], rows: int) -> None:
     """There and back: the packed weight is the weight; any number of rows is padded, and its result cut again."""
     weight, x = pruned(torch.randn(96, 128))[0].bfloat16(), torch.randn(rows, 128).bfloat16()
-    packed, meta = sparse_semi_structured_from_dense_cutlass(weight)
+    packed, meta = _packed_of(weight)
     assert packed.shape == (96, 64)
-    assert torch.equal(sparse_semi_structured_to_dense_cutlass(packed, meta), weight)
+    assert torch.equal(_dense_of(packed, meta), weight)
     run = SparseLinears("2:4", False, of_a_gpu()).linear(weight, None)
     assert run is not None
     with torch.inference_mode():

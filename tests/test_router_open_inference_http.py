@@ -81,7 +81,7 @@ async def test_a_client_that_leaves_cancels_and_a_failure_is_said_in_the_stream(
             await anext(answer.aiter_lines())
         await rig.cluster.settled()
         assert await rig.metric("baton_requests_cancelled_total") == before + 1
-        lines = []
+        lines: list[dict[str, Any]] = []
         async with rig.http.stream("POST", "/v2/models/tiny/generate_stream", json={"text_input": "x"}) as answer:
             async for line in answer.aiter_lines():
                 if not lines:

@@ -230,7 +230,7 @@ def test_prefill_lost_before_the_commit_is_heard_of_asks_decode(told: bool) -> N
     assert life.handle(m.Tokens(1, D, said)) == [m.Emit(said[told:])]
     assert life.retries == 0
     (place,) = [action for action in life.handle(m.WorkerLost(D)) if isinstance(action, m.Place)]
-    assert (place.avoid, place.prefer) == ({D}, P)
+    assert (place.avoid, place.prefer) == (frozenset({D}), P)
 
 
 @pytest.mark.parametrize("word", ["it lacks something", "nothing"])
@@ -242,7 +242,7 @@ def test_prefill_lost_and_decode_has_not_all_of_it(word: str) -> None:
     actions = life.handle(m.Unanswered(K1, error) if mute else m.Failed(K1, D, error))
     assert (m.CancelLeg(K1, D) in actions) is mute
     (place,) = [action for action in actions if isinstance(action, m.Place)]
-    assert (place.cause, place.avoid, place.prefer) == ("retry", {P}, None)
+    assert (place.cause, place.avoid, place.prefer) == ("retry", frozenset({P}), None)
     assert life.retries == 1
 
 

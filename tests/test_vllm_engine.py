@@ -13,6 +13,7 @@ import socket
 import threading
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -294,6 +295,11 @@ def reported(stub: Any) -> Any:
     return load
 
 
+def at_rest(stub: Any) -> bool:
+    """Whether the last heartbeat knew of no request."""
+    return not reported(stub).num_total_reqs
+
+
 def test_what_a_gateway_asks_when_it_registers_a_worker(pair: Pair) -> None:
     for stub, role, kind in (
         (pair.prefill, "prefill", "kv_producer"),
@@ -307,7 +313,7 @@ def test_what_a_gateway_asks_when_it_registers_a_worker(pair: Pair) -> None:
         assert (model.is_generation, model.model_type) == (True, "llama")
         assert model.max_context_length > len(PROMPT)
         assert model.eos_token_ids
-        until(lambda stub=stub: not reported(stub).num_total_reqs, "the load is not reported")
+        until(partial(at_rest, stub), "the load is not reported")
         assert reported(stub).max_total_num_tokens == 4 * (64 if role == "prefill" else 32)
         chunks = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
         data = b"".join(chunk.data for chunk in chunks)

@@ -68,7 +68,7 @@ async def test_the_gateways_port_has_the_rules_of_the_front_door(
 
     cluster.script = script
     access = Access("key-a", ca if secure else None)
-    changes = {"tenants": (ALICE,), "tls": files if secure else None}
+    changes: dict[str, Any] = {"tenants": (ALICE,), "tls": files if secure else None}
     async with _gateway(cluster, tmp_path, **changes) as address, _channel(access, address) as channel:
         stub: Any = VllmEngineStub(channel)
         await _serving(channel)

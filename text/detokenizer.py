@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from .tokenizer import Tokenizer
 
@@ -16,11 +16,19 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids - shown if shown else tokenizer.special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._inside = False  # a character, whose other bytes are to come
+        self._as_usual = not shown
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """The characters that `ids` complete; special tokens have no text."""
+        if self._as_usual and not self._inside:
+            texts = list(map(self._tokenizer.whole_texts.__getitem__, ids))
+            if None not in texts:
+                return "".join(texts)  # type: ignore[arg-type]
         hidden = self._hidden
-        return self._decoder.decode(b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in hidden))
+        text = self._decoder.decode(b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in hidden))
+        self._inside = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """The end of the text: U+FFFD where it ends inside a character."""

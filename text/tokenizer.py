@@ -41,6 +41,24 @@ class _Facts:
     templates: dict[str, str]  # chat templates by name
 
 
+class _WholeTexts(dict[int, str | None]):
+    """By token id: the text of a token, "" for a special one, None where its bytes are no whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(dict.fromkeys(tokenizer.special_ids, ""))
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None
+        try:
+            text = self._tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        if 0 <= token_id < self._tokenizer.vocab_size:
+            self[token_id] = text
+        return text
+
+
 class Tokenizer:
     """The tokenizer of one model; make it with `load`."""
 
@@ -57,6 +75,7 @@ class Tokenizer:
             if token.special
         )
         self.special_ids = frozenset(special.token_id for special in self.specials)
+        self.whole_texts = _WholeTexts(self)
         self.eos_token_ids = facts.eos_token_ids
         self.bos_id = facts.bos_id
         self.add_bos = facts.add_bos
