@@ -46,11 +46,11 @@ class SessionParams:
 class _Session:
     """What waits to be written, and whether the router has been heard."""
 
-    def __init__(self, router_id: str, welcome: pb.Welcome) -> None:
+    def __init__(self, router_id: str, welcome: pb.Welcome, load: pb.Load) -> None:
         self.router_id = router_id
         self.pending: list[pb.WorkerEvent] = [pb.WorkerEvent(welcome=welcome)]
         self.pending_prefixes = 0
-        self.load = pb.Load()
+        self.load = load
         self.wake = asyncio.Event()
         self.wake.set()
         self.heard = True
@@ -91,6 +91,7 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
         self._on_end = on_end
         self._sessions: dict[int, _Session] = {}
         self._next = 1
+        self._load = pb.Load()  # the latest: who comes during a long step must not take the worker for idle
 
     @property
     def sessions(self) -> list[int]:
@@ -99,6 +100,7 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
 
     def deliver(self, events: Mapping[int, Sequence[pb.WorkerEvent]], load: pb.Load) -> None:
         """Queue events by session, and remember the load. On the event loop only. Ended sessions are skipped."""
+        self._load = load
         for session in self._sessions.values():
             session.load = load
         for number, batch in events.items():
@@ -120,7 +122,7 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
         """One router's stream, from its Hello to its end."""
         del request_iterator  # the read and write calls are used instead
         first = await self._read_hello(context)
-        session = _Session(first.commands[0].hello.router_id, self._welcome)
+        session = _Session(first.commands[0].hello.router_id, self._welcome, self._load)
         number, self._next = self._next, self._next + 1
         self._sessions[number] = session
         log.info("session %d with router %s begins", number, session.router_id)

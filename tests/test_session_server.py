@@ -151,6 +151,15 @@ async def test_heartbeats_carry_the_load() -> None:
                 pass
 
 
+async def test_a_session_that_begins_during_a_step_hears_of_the_load_at_once() -> None:
+    """An empty load would say that the worker is idle: a drain would stop it, and its requests."""
+    async with served(heartbeat_s=10) as made:
+        made.service.deliver({}, pb.Load(running=3, used_blocks=7))
+        async with made.call(hello()) as call:
+            first = await call.read()
+            assert (first.load.running, first.load.used_blocks) == (3, 7)
+
+
 async def test_events_go_to_their_own_session() -> None:
     async with served(heartbeat_s=10) as made, made.call(hello()) as one:
         await one.read()  # session 1

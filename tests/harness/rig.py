@@ -250,7 +250,8 @@ def running(
     pools = config.get("pools", {})
     wanted = sum(pools.get(role, {}).get("replicas", 1) for role in ("prefill", "decode"))
     try:
-        rig.wait_known(wanted)
+        if checks:
+            rig.wait_known(wanted)
         yield rig
         if gates:
             gates.release_all()
