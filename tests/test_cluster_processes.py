@@ -24,7 +24,7 @@ SPEC = {"rank": 0, "leader": ""}
 Reports = list[tuple[str, dict[str, Any]]]
 
 
-async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.01)

@@ -47,7 +47,7 @@ class Peer:
         stdin.write(json.dumps({"do": do, "request": request, **fields}) + "\n")
         stdin.flush()
 
-    def next(self, key: str, wait_s: float = 30.0) -> dict[str, Any]:
+    def next(self, key: str, wait_s: float = 60.0) -> dict[str, Any]:
         """The next report that has this key."""
         deadline = time.monotonic() + wait_s
         while True:
@@ -72,7 +72,7 @@ class Peer:
 def _peers(prefill: str, decode: str, failpoints: str = "") -> Iterator[tuple[Peer, Peer]]:
     source, target = Peer("prefill", prefill, failpoints), Peer("decode", decode)
     try:
-        target.next("address")
+        target.next("address", 90.0)  # beside others a start is slow
         yield source, target
     finally:
         source.end()

@@ -18,7 +18,7 @@ from baton.engine.step import unpack_plan
 from baton.tests.harness.tied import tied
 
 SECRET = b"only these ranks"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 START_S = 90.0  # a process that imports torch, on a busy machine
 HOST = "127.0.0.1"
 
