@@ -175,7 +175,7 @@ async def test_api_10_deadline_reaches_every_leg_and_ends_it(rig: RouterRig) -> 
     assert error is not None
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert asyncio.get_running_loop().time() - start < 15  # prefill hangs for ever
-    assert all(0 <= left <= 0.3 for left in prefill.deadlines + decode.deadlines)
+    assert all(0 <= left < 0.4 for left in prefill.deadlines + decode.deadlines)
     await rig.cluster.settled()
 
 

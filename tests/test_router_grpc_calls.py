@@ -201,7 +201,7 @@ async def test_api_10_the_deadline_of_a_batch_is_that_of_its_requests(rig: Route
         call = rig.stub.GenerateBatch(api.GenerateBatchRequest(requests=requests, parallelism=2), timeout=1.0)
         assert (await failed(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert prefill.deadlines
-        assert all(0 <= left <= 1.0 for left in prefill.deadlines)
+        assert all(0 <= left < 1.1 for left in prefill.deadlines)  # gRPC rounds what is left up
         await rig.cluster.settled()
     finally:
         prefill.on_prefill = prefill.prefill
