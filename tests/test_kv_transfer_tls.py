@@ -117,7 +117,7 @@ def test_everything_goes_through_tls_and_nothing_shows(ours: TransferParams) -> 
 @pytest.mark.parametrize("secure", ["prefill", "decode"])
 def test_plain_against_tls_is_refused_clearly_and_soon(secure: str, ours: TransferParams) -> None:
     patient = [replace(params, connect_timeout_s=20.0, frame_timeout_s=20.0) for params in (ours, PARAMS)]
-    prefill, decode = patient if secure == "prefill" else reversed(patient)
+    prefill, decode = patient if secure == "prefill" else patient[::-1]
     with rig(SHAPE, SHAPE, prefill, decode_params=decode) as pair:
         began = time.monotonic()
         pair.send(LEG, PROMPT)
