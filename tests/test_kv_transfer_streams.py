@@ -14,6 +14,7 @@ from baton.kv_transfer.carriers import CarrierFailed
 from baton.kv_transfer.events import Abandoned, RankComplete, ReceiveFailed, SendFailed, Sent
 from baton.kv_transfer.shm import ShmReceiver, ShmSender
 from baton.kv_transfer.torch_carrier import TorchCarrier
+from baton.kv_transfer.wire import Wire
 from baton.proto.errors import InternalError
 from baton.proto.kv_layout import KVLayout
 from baton.tests.harness.kv_rig import LEG, PARAMS, WAIT_S, Rig, TensorStore, layout, rig
@@ -172,3 +173,35 @@ def test_a_leg_that_ends_before_what_it_announced_is_computed_leaves_the_link_us
         pair.sent[0].wait(Sent)
         pair.assert_equal(PROMPT)
         assert len(pair.senders[0].open_links) == 1
+
+
+@pytest.mark.parametrize("transport", ["inline", "shm"])
+def test_the_end_is_said_by_its_giver_where_the_link_sleeps_and_the_wire_has_no_payloads(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(wire: Wire, kind: str, **fields: Any) -> Any:
+            if kind == "done" and "first_tokens" in fields:
+                said.append(threading.current_thread().name)
+            return original(wire, kind, **fields)
+
+        return call
+
+    for name in ("send", "send_at_once"):
+        monkeypatch.setattr(Wire, name, noting(getattr(Wire, name)))
+    with rig(SHAPE, SHAPE, replace(PARAMS, transport=transport, frame_bytes=4096), store=_Store, tokens=PROMPT) as pair:
+        ticket = pair.reserve(LEG, PROMPT, 0, pair.target_blocks(PROMPT))
+        pair.open(LEG, ticket, PROMPT, pair.source_blocks(PROMPT))
+        pair.computed(LEG, (0, PROMPT), (0, 16))
+        pair.received[0].wait(RankComplete)
+        (link,) = pair.senders[0]._pool.all
+        deadline = time.monotonic() + WAIT_S
+        while (link._resting is None or link._resting.busy) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        pair.senders[0].finish(LEG, b"first")
+        pair.sent[0].wait(Sent)
+        pair.assert_equal(PROMPT)
+    (name,) = said
+    assert (name == threading.current_thread().name) is (transport == "shm"), name

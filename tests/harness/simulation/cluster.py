@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 from baton.proto import worker_pb2 as pb
@@ -30,6 +31,7 @@ from .world import Violation, Wire, World
 
 START_S = 1.0  # until the first request
 _ATTEMPTS = 3
+_NO_TEXT = SimpleNamespace(special_ids=frozenset())  # in place of a tokenizer: nothing here becomes text
 _FAILURES = (Unavailable, TransferFailed, Exhausted)
 
 
@@ -147,7 +149,7 @@ class Cluster:
             stream_interval=1,
         )
         client.arrived = self.world.disturbed = now
-        client.live = Live(ask.request_id, prepared, now, _ATTEMPTS, cast(Any, None))
+        client.live = Live(ask.request_id, prepared, now, _ATTEMPTS, cast(Any, _NO_TEXT))
         self.world.at(ask.deadline_s, self.give_up, client, DeadlineExceeded("the deadline passed"))
         self.lives.begin(client.live)
         if client.cancelled:

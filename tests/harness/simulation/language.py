@@ -178,6 +178,8 @@ def _no_vocabulary() -> Any:
 class Runner:
     """In place of the engine's: rank 0 of a worker, whose followers do what they were told before each step."""
 
+    ahead = 0  # a step is run when it is asked for
+
     def __init__(self, book: Book, stores: Sequence[Store], layout: KVLayout, crew: Any) -> None:
         self.vocab_size = VOCABULARY
         self.max_model_len = 10_000

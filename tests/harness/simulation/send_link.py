@@ -95,6 +95,12 @@ class SendLink:
             self._ready.append(part)
         self._poke()
 
+    def offer_end(self, part: LegPart) -> None:
+        """The part's end is known: said at once, where nothing else is to be said before."""
+        busy = self._wire is None or self._over or not self._welcome or self._outbox or self._ready
+        if busy or not self._send_done():
+            self.offer(part)
+
     def remove(self, part: LegPart) -> None:
         """Start no more frames of this part."""
         part.drop()
