@@ -30,7 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 def make_launcher(config: Config) -> Launcher[Any]:
-    """The launcher that the configuration names; Ray is imported only for its own. Raises ConfigError."""
+    """The launcher that the configuration names; Ray is imported only for its own. Raises ConfigError, also where ranks
+    on this machine are to have GPUs and it has none."""
+    if config.cluster.launcher == "process" or config.cluster.address == "local":
+        _check_gpus(config)
     if config.cluster.launcher == "process":
         from .launcher_process import ProcessLauncher
 
@@ -39,6 +42,21 @@ def make_launcher(config: Config) -> Launcher[Any]:
     from .launcher_ray import RayLauncher
 
     return RayLauncher(config.cluster.address, config.cluster.placement_timeout)
+
+
+def _check_gpus(config: Config) -> None:
+    from .launcher_process import visible_devices
+
+    wanted = next((role for role in ("prefill", "decode") if getattr(config.pools, role).device == "cuda"), None)
+    if wanted is None or visible_devices():
+        return
+    import torch  # knows of GPUs without a device file, and takes seconds to load
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"pools.{wanted}.device: cuda is not available here (no GPU that this process may see, or a torch build "
+            "without CUDA); use cpu, or name a Ray cluster with GPUs in cluster.address"
+        )
 
 
 class Deployment:

@@ -269,7 +269,10 @@ async def _all_placed(config: Config) -> list[Finding]:
     """Room for every worker at the same time, asked of the launcher that would be used."""
     from .deployment import make_launcher
 
-    launcher = make_launcher(config)
+    try:
+        launcher = make_launcher(config)
+    except ConfigError as error:
+        return [Finding("fail", "placement", str(error), "")]
     slots = []
     try:
         await launcher.open()

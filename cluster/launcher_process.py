@@ -28,7 +28,7 @@ class ProcessLauncher:
 
     def __init__(self, command: Sequence[str] = RANK_COMMAND) -> None:
         self._command = command
-        self._free = _visible_devices()
+        self._free = visible_devices()
 
     async def open(self) -> None:
         """Nothing to prepare."""
@@ -55,7 +55,7 @@ class ProcessLauncher:
         """Nothing is left: the controller has stopped every rank."""
 
 
-def _visible_devices() -> list[str]:
+def visible_devices() -> list[str]:
     """GPU indices that this process may use."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:

@@ -69,7 +69,7 @@ class Packing:
 
     def _plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
         plain = PlainLinear(weight, bias)
-        reduced = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        reduced = weight.dtype == torch.bfloat16
         return TiledLinear(plain, (_REFERENCE,)) if reduced and self._invariant else plain
 
 
@@ -79,14 +79,14 @@ def _native_is_best() -> bool:
 
 
 def _is_native(weight: Tensor) -> bool:
-    pairs = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
+    pairs = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
     return pairs and _native_is_best()
 
 
 def _packs(weight: Tensor) -> bool:
     """Whether oneDNN has packed bfloat16 products here (AVX-512 or better)."""
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and supported
+    return weight.dtype == torch.bfloat16 and supported
 
 
 class PlainLinear:

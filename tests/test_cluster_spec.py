@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from baton.cluster import config_load, spec, yaml_tree
 from baton.cluster.config import Config
+from baton.cluster.deployment import make_launcher
 from baton.cluster.rank_runtime import check_visible_devices
 from baton.cluster.units import human_bytes, parse_bytes, parse_duration, parse_rate, show_bytes, show_duration
 from baton.engine.params import SpeculationParams
 from baton.kv_transfer.params import TLSFiles
 from baton.proto.errors import ConfigError
 from baton.router.params import GrpcParams
+from baton.tests.harness.rig import merged, tiny_config
 
 
 def config(text: str = "") -> Config:
@@ -25,6 +30,33 @@ def test_a_workers_specification_survives_json(worker: str) -> None:
     built = spec.SpecBuilder(config("kv: {transport: gloo}")).worker(worker, "inc", 0, "")
     assert spec.spec_from_json(json.loads(json.dumps(spec.spec_to_json(built)))) == built
     assert len(built.params.secret) == 64
+
+
+@pytest.mark.parametrize("launcher", ["process", "ray"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_gpus_that_are_not_here_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, role: str
+) -> None:
+    """A Ray cluster may have them elsewhere; one that is here and too few for all workers is not a mistake yet."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    built = config(f"pools: {{{role}: {{device: cuda}}}}\ncluster: {{launcher: {launcher}}}")
+    with pytest.raises(ConfigError, match=rf"pools\.{role}\.device: cuda is not available here .*; use cpu"):
+        make_launcher(built)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    make_launcher(config(f"pools: {{{role}: {{device: cuda}}}}\ncluster: {{launcher: process}}"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_command_exits_2(tmp_path: Path, tiny_dir: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(merged(tiny_config(tiny_dir), {"pools.decode.device": "cuda"})))
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.cluster.cli", "serve", str(path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("baton: pools.decode.device: cuda is not available here")
+    assert "Traceback" not in done.stderr
 
 
 def test_the_files_of_tls_are_found_from_anywhere(tmp_path: Path) -> None:

@@ -261,7 +261,8 @@ def test_who_is_given_a_block_of_one_that_has_ended_waits(tiny_dir: Path) -> Non
     for number, blocks in enumerate(([0], [1, 2], [3])):
         pool.runs_ahead(blocks, _Watched(log, number))
     payload = torch.zeros(1, 2, 1, SIZE, 4)
-    for block, expected in ((0, []), (5, []), (2, ["wait 1"]), (3, ["wait 1", "wait 2"])):
+    cases: list[tuple[int, list[str]]] = [(0, []), (5, []), (2, ["wait 1"]), (3, ["wait 1", "wait 2"])]
+    for block, expected in cases:
         pool.scatter([block], (0, 1), (0, 1), (0, SIZE), payload)
         assert log == expected
 

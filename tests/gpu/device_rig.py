@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from baton.engine import device_pieces
 from baton.engine.block_pool import BlockPool
 from baton.engine.channel import RankLost
 from baton.engine.device_edge import CudaEdge, Edge, HostEdge
@@ -19,6 +20,9 @@ from baton.engine.step import unpack_plan
 from baton.tests.gpu.conftest import INTERPRETED
 from baton.tests.harness.ranks import join
 from baton.tests.test_engine_runner import engine_params
+
+if INTERPRETED:
+    device_pieces._LEAST_TOKENS = 4  # rows of padding cost the interpreter as much as others
 
 
 def edge() -> Edge:
