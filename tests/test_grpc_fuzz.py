@@ -13,6 +13,7 @@ from baton.proto import baton_pb2 as api
 from baton.proto import open_inference_pb2 as oip
 from baton.tests.harness import rig as rigs
 from baton.tests.harness.grpc_fuzz import Method, Outcome, fuzz
+from baton.tests.harness.oracles import scrape, total
 from baton.tests.harness.tiny_model import write_tiny_model
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -90,6 +91,9 @@ def _allowed(status: str) -> bool:
 
 async def test_400_calls(rig: rigs.Rig) -> None:
     await fuzz_all(rig, 400, 1)
+    counted = scrape(rig.http)
+    for router in ("router", "prefill-0", "decode-0"):  # one scrape has what gateways' ports counted too
+        assert total(counted, "baton_requests_accepted_total", router=router) > 0, router
 
 
 @pytest.mark.slow

@@ -167,9 +167,10 @@ async def test_batches_are_off_unless_they_have_a_folder(tmp_path: Path) -> None
 async def test_tenants_see_and_run_only_their_own(tmp_path: Path) -> None:
     names = ("alice", "bob")
     tenants = tuple(TenantParams(name, (key_hash(name),), 1.0, None, None) for name in names)
-    options = {"batches": params(tmp_path / "kept", files=3), "tenants": tenants}
+    options: dict[str, Any] = {"batches": params(tmp_path / "kept", files=3), "tenants": tenants}
     async with router_rig(tmp_path, "prefill-0", "decode-0", **options) as rig:
-        salts, said = [], rig.cluster.script
+        salts: list[str] = []
+        said = rig.cluster.script
 
         def script(leg: pb.Leg, choice: int, index: int) -> int:
             salts.append(leg.cache_salt)

@@ -91,7 +91,8 @@ async def test_calls_and_what_comes_back_through_the_template(rig: RouterRig) ->
 
 async def test_a_stream_has_the_same_calls(rig: RouterRig) -> None:
     script(rig, "", CALLS)
-    named, arguments, content, reason = [], ["", ""], "", None
+    named: list[str] = []
+    arguments, content, reason = ["", ""], "", ""
     body = {"messages": ASK, "tools": TOOLS, "max_tokens": 100, "stream": True}
     async with rig.http.stream("POST", CHAT, json=body) as answer:
         async for line in answer.aiter_lines():

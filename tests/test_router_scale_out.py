@@ -15,6 +15,7 @@ import httpx
 import pytest
 from baton.benchmarks.router_workers import Simulation, simulated
 from baton.proto import baton_pb2 as api
+from baton.router import main
 from baton.tests.harness.loop_gaps import gaps
 from baton.tests.harness.router_rig import LIMITS, FakeCluster, RouterRig, router_params, router_rig, write_model
 from prometheus_client.parser import text_string_to_metric_families
@@ -66,7 +67,10 @@ async def test_routers_share_ports_and_workers(tmp_path: Path, membership: str) 
         await first.close()
 
 
-async def test_a_router_joins_the_ports_of_others_when_it_can_serve(tmp_path: Path, membership: str) -> None:
+async def test_a_router_joins_the_ports_of_others_when_it_can_serve(
+    tmp_path: Path, membership: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "_PATIENCE_S", 60.0)  # not the clock, but the workers let it in
     first = await _router(tmp_path, membership, "router-0", share_ports=True)
     cluster = FakeCluster()  # without workers
     await cluster.start()
