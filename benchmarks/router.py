@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from baton.benchmarks.router_clients import Load
 from baton.benchmarks.router_workers import Simulation
-from baton.cluster import config_load, spec
+from baton.cluster import config_load, router_command, spec
 
 ROUTER_CORE, OTHER_CORE = 0, 1
 _MODEL = "model"
@@ -70,6 +70,7 @@ async def child(first: dict[str, Any] | None, core: int | None, *command: str, *
         stdin=asyncio.subprocess.PIPE,
         stdout=pipes.get("stdout", asyncio.subprocess.PIPE),
         stderr=pipes.get("stderr"),
+        env={**os.environ, **pipes.get("env", {})},
         limit=1 << 24,
         preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
     )
@@ -117,10 +118,10 @@ async def run_ours(case: Case, arguments: argparse.Namespace, folder: Path) -> d
     async with child(asdict(simulation), OTHER_CORE, *simulate) as workers:
         membership = (await says(workers, "membership"))["membership"]
         values = router_values(case, arguments, membership)
-        command = [sys.executable, "-m", "baton.cluster.router_process"]
+        command = list(router_command.COMMAND)
         if arguments.profile:
             command = [sys.executable, "-m", "baton.benchmarks.router_profile", arguments.profile]
-        async with child(values, ROUTER_CORE, *command) as router:
+        async with child(values, ROUTER_CORE, *command, env=router_command.environment()) as router:
             ready = await says(router, "grpc")
             drain = asyncio.create_task(_drain(router))
             address = ready["grpc" if case.protocol == "grpc" else "http"]

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 from ..proto import peer_tls
 from ..proto.errors import ConfigError
 from ..router.params import RouterParams
-from . import ray_environment, spec
+from . import ray_environment, router_command, spec
 from .child import Child
 from .config import Config
 from .control_service import ControlService
@@ -25,7 +24,6 @@ from .failures import StartFailed, port_hint
 from .launcher import Launcher
 from .units import show_duration
 
-ROUTER_COMMAND = (sys.executable, "-m", "baton.cluster.router_process")
 _log = logging.getLogger(__name__)
 
 
@@ -188,7 +186,7 @@ class Deployment:
                 grpc, http = self.endpoints["grpc"], self.endpoints["http"]
                 joins = self._config.router.processes > 1
                 params = replace(params, grpc_address=grpc, http_address=http, joins=joins)
-            router = await Child.spawn(ROUTER_COMMAND, spec.router_to_json(params), on_report)
+            router = await router_command.spawn(params, on_report)
             self._routers[number] = router
             reason = await router.wait()
             if self._stopping.is_set():

@@ -7,10 +7,8 @@ import asyncio
 import sys
 from typing import Any
 
-from . import spec
-from .child import Child
+from . import router_command, spec
 from .config import Config
-from .deployment import ROUTER_COMMAND
 from .failures import CommandFailed
 from .model_check import ModelFacts
 from .output import say
@@ -32,7 +30,7 @@ async def join(config: Config, facts: ModelFacts, admin: str, verbose: bool) -> 
             serving.set()
 
     params = spec.router_params(config, facts.name, admin)
-    router = await Child.spawn(ROUTER_COMMAND, spec.router_to_json(params), on_report)
+    router = await router_command.spawn(params, on_report)
     ended, up = asyncio.create_task(router.wait()), asyncio.create_task(serving.wait())
     try:
         with progress:
