@@ -1,7 +1,7 @@
 """Is the prediction true? Clusters on this machine: calibrated, loaded, calibrated again, and simulated.
 
     .venv/bin/python benchmarks/closed_loop.py [--kinds pair aggregated] [--minutes 8] [--loads 0.5 0.8]
-        [--trace FILE [--window 240] [--trace-load 0.5]] [--config benchmarks/closed_loop.yaml] [--set KEY=VALUE]
+        [--trace FILE [--window 480] [--trace-load 0.5]] [--config benchmarks/closed_loop.yaml] [--set KEY=VALUE]
         [--out FOLDER] [--json]
     .venv/bin/python benchmarks/closed_loop.py --again FOLDER [--json]
 
@@ -28,6 +28,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from baton.cluster.driver import run
 from baton.cluster.planned import planned
 from baton.cluster.report_page import write_page
 from baton.cluster.simulator import profile as profiles
+from baton.cluster.simulator import traces
 from baton.cluster.simulator.measure import between, differ
 from baton.cluster.simulator.profile import Profile
 from baton.proto.errors import BatonError
@@ -196,14 +198,16 @@ async def everything(options: argparse.Namespace, folder: Path) -> int:
         try:
             (folder / kind).mkdir(parents=True, exist_ok=True)
             fine = await measure(settings_of(kind, options), folder / kind, options) and fine
-        except BatonError as error:
-            _say(f"{kind} failed: {error}")
+        except Exception:
+            _say(f"{kind} failed: {traceback.format_exc()}")
             fine = False
     return 0 if fine else FAILED
 
 
 def main(options: argparse.Namespace) -> int:
     """The exit code."""
+    if options.trace is not None:
+        traces.load(options.trace, traces.Options())  # a mistake in its name is told before anything is measured
     folder = options.again or options.out or Path(tempfile.mkdtemp(prefix="closed-loop-"))
     code = 0
     if options.again is None:
@@ -229,7 +233,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=8.0, help="of each Poisson load")
     parser.add_argument("--loads", type=float, nargs="*", default=[0.5, 0.8], help="shares of the capacity")
     parser.add_argument("--trace", type=Path, help="a window of it is replayed")
-    parser.add_argument("--window", type=float, default=240.0, help="seconds that the replay of the trace lasts")
+    parser.add_argument("--window", type=float, default=480.0, help="seconds that the replay of the trace lasts")
     parser.add_argument("--trace-load", type=float, default=0.5, help="share of the capacity that the window comes to")
     parser.add_argument("--discard", type=float, default=0.05, help="most that the calibrations may differ")
     parser.add_argument("--rounds", type=int, default=3, help="of each calibration")

@@ -68,13 +68,21 @@ def cases(config: Config, profile: Profile, options: argparse.Namespace) -> list
         load = Load(config.workload, rate=share * most, duration_s=length, seed=options.seed)
         found.append(Case(f"{share:.0%} of capacity", _plan(list(load.open().arrivals))))
     if options.trace is not None:
-        first = _window(config, options.trace, options.window)
-        wanted = options.trace_load * most * _worth(config, profile, first)
-        speed = wanted / (len(first) / options.window)
-        recorded = _window(config, options.trace, options.window * speed)  # lasts as long as was asked for
-        plan = _plan([replace(arrival, at=arrival.at / speed) for arrival in recorded])
-        found.append(Case(f"{options.trace.stem}, x{speed:.2f}", plan))
+        try:
+            found.append(_replay(config, profile, options, most))
+        except ConfigError as error:
+            print(f"the trace is not replayed: {error}", file=sys.stderr)
     return found
+
+
+def _replay(config: Config, profile: Profile, options: argparse.Namespace, most: float) -> Case:
+    """A window of the trace at the speed that loads the cluster as was asked for. Raises ConfigError."""
+    first = _window(config, options.trace, options.window)
+    wanted = options.trace_load * most * _worth(config, profile, first)
+    speed = wanted / (len(first) / options.window)
+    recorded = _window(config, options.trace, options.window * speed)  # lasts as long as was asked for
+    plan = _plan([replace(arrival, at=arrival.at / speed) for arrival in recorded])
+    return Case(f"{options.trace.stem}, x{speed:.2f}", plan)
 
 
 def _window(config: Config, trace: Path, length_s: float) -> list[Arrival]:
