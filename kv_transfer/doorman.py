@@ -143,7 +143,8 @@ class Doorman:
         if self._ended:
             return
         self._ended = True
-        os.write(self._wake_write, b"\0")
+        with contextlib.suppress(BrokenPipeError):  # it has looked at `_ended` just now
+            os.write(self._wake_write, b"\0")
         self._thread.join(limit_s)
         os.close(self._wake_write)
 
