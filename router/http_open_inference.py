@@ -134,13 +134,12 @@ class OpenInferenceRoutes:
         return {"model_name": self._model(request), "model_version": calls.VERSION}
 
 
-class _Answering(Response):
-    """Waits for a whole answer; a client that leaves cancels it."""
+class _OfAnswer(Response):
+    """What becomes of an answer; a client that leaves cancels it."""
 
-    def __init__(self, answer: Answer, shown: Callable[[Mapping[str, str]], Response]) -> None:
+    def __init__(self, answer: Answer) -> None:
         super().__init__()
         self._answer = answer
-        self._shown = shown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it."""
@@ -148,6 +147,17 @@ class _Answering(Response):
             await while_there(receive, self._respond(scope, receive, send))
         finally:
             self._answer.cancel()
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class _Answering(_OfAnswer):
+    """Waits for the whole of it."""
+
+    def __init__(self, answer: Answer, shown: Callable[[Mapping[str, str]], Response]) -> None:
+        super().__init__(answer)
+        self._shown = shown
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -158,20 +168,12 @@ class _Answering(Response):
         await response(scope, receive, send)
 
 
-class _Streaming(Response):
-    """Server-sent events; a failure is the last of them."""
+class _Streaming(_OfAnswer):
+    """Server-sent events, as they come; a failure is the last of them."""
 
     def __init__(self, answer: Answer, named: Json) -> None:
-        super().__init__()
-        self._answer = answer
+        super().__init__(answer)
         self._named = named
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them as they come; a client that leaves cancels the answer."""
-        try:
-            await while_there(receive, self._respond(scope, receive, send))
-        finally:
-            self._answer.cancel()
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts = calls.pieces(self._answer)
