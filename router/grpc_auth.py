@@ -9,7 +9,7 @@ import grpc
 
 from ..proto.errors import Unauthenticated
 from .tenants import Tenants, current
-from .tracing import parent
+from .trace_context import parent
 
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..proto.errors import Unauthenticated
 from .http_generation import error_response
 from .tenants import Tenants, current
-from .tracing import parent
+from .trace_context import parent
 
 OPEN_PATHS = frozenset(
     {"/live", "/ready", "/health", "/v2/health/live", "/v2/health/ready"}

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from ..proto import worker_pb2 as pb
 from ..proto.errors import BatonError, Cancelled, Unavailable
 from ..text.tokenizer import Tokenizer
-from . import tracing
 from .mailbox import Mailbox
 from .output import RequestOutput
 from .record import Record
 from .request_life import RequestLife
 from .requests import Chunk, Output, Prepared, TokenScore, TopToken
+from .trace_context import parent, traceparent
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -34,7 +34,7 @@ class Live:
         self.record = Record(now, len(request.prompt_ids), sampling.n)
         self.mailbox = Mailbox(request.stream_interval)
         self.sampling = sampling.to_wire()
-        self.traceparent = tracing.parent.get()
+        self.traceparent = parent.get()
         self.span: Span | None = None  # where requests are traced
         self.deadline = now + request.deadline_s
         self.scores: dict[int, TokenScore] = {}  # of the prompt's tokens, by position
@@ -78,7 +78,7 @@ class Answer:
     def headers(self) -> dict[str, str]:
         """What is said beside the answer: its id and, where requests are traced, its span."""
         named, span = {"x-request-id": self.request_id}, self._live.span
-        return named if span is None else {**named, "traceparent": tracing.traceparent(span)}
+        return named if span is None else {**named, "traceparent": traceparent(span)}
 
     def outputs(self) -> AsyncIterator[list[Output]]:
         """The answer in order; raises the BatonError that ended it. To be read once."""

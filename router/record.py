@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..proto import worker_pb2 as pb
 from .requests import Chunk, Timing, Usage
-from .tracing import Phase
+from .trace_context import Phase
 
 
 @dataclass(frozen=True, slots=True)

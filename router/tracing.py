@@ -13,31 +13,10 @@ A request that carries a W3C `traceparent` goes on with its trace, and its answe
 from __future__ import annotations
 
 import time
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from ..proto.errors import BatonError, ConfigError
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
-    from .live import Live
-
-parent: ContextVar[str] = ContextVar("traceparent", default="")  # as the client sent it
-
-
-def traceparent(span: Span) -> str:
-    """The W3C header that names a span."""
-    at = span.get_span_context()
-    return f"00-{at.trace_id:032x}-{at.span_id:016x}-{at.trace_flags:02x}"
-
-
-class Phase(NamedTuple):
-    """A part of a request: seconds of the router's monotonic clock."""
-
-    name: str
-    begin: float
-    end: float
+from .live import Live
 
 
 class Tracer:
