@@ -28,7 +28,7 @@ from .client import Client
 from .gates import Gates
 from .tied import tied
 
-_START_S = 90.0  # of the 120 that a test may take: beside others a start is slow
+_START_S = 90.0  # beside others a start is slow
 _STOP_S = 40.0
 _ENDPOINT = re.compile(r"\b(grpc|http|admin)\b\W+(?:https?://)?(127\.0\.0\.1:\d+)")
 
