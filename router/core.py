@@ -234,6 +234,9 @@ class Core:
                 self.lives.dispatcher.sent(live, event.sent)
                 metrics.transfer_seconds.observe(event.sent.transfer_s)
                 metrics.transfer_bytes.observe(event.sent.bytes)
+                leg = live.life.legs.get(event.sent.leg.attempt)
+                if leg is not None and leg.prefill is not None and leg.decode is not None:
+                    metrics.link_bytes.inc(leg.prefill.worker_id, leg.decode.worker_id, by=event.sent.bytes)
             case "committed":
                 record.committed(event.committed, time.monotonic(), clock)
                 if not _computed_here(live, event.committed.leg):

@@ -116,6 +116,7 @@ class Metrics:
         self.recomputed_tokens = self._counter("baton_recomputed_tokens", "Tokens prefilled again for later legs")
         self.preemptions = self._counter("baton_preemptions", "Choices that a decode worker gave back")
         self.transfers = self._counter("baton_kv_transfers", "KV transfers by how they ended", "outcome")
+        self.link_bytes = self._counter("baton_kv_link_bytes", "KV moved between two workers", "prefill", "decode")
         self.prompt_tokens = self._counters("prompt_tokens", "Prompt tokens of requests that were prefilled")
         self.cached_tokens = self._counters("prompt_tokens_cached", "Of these, found in prefill prefix caches")
         self.finished = self._counters("request_success", "Choices by finish reason", "finished_reason")

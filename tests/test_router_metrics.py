@@ -40,6 +40,7 @@ NAMES = [
     "baton_kv_transfer_seconds_count",
     "baton_kv_transfer_bytes_count",
     "baton_kv_transfers_total",
+    "baton_kv_link_bytes_total",
     "baton_kv_pool_use",
     "baton_kv_used_blocks",
     "baton_kv_total_blocks",
@@ -102,6 +103,7 @@ async def test_one_request_is_measured_once(rig: RouterRig) -> None:
         "baton_kv_total_blocks": 128,
     }
     assert {name: await rig.metric(name) for name in expected} == expected
+    assert await rig.metric("baton_kv_link_bytes_total", prefill="prefill-0", decode="decode-0") == 1000
 
 
 async def test_ob_04_first_token_and_first_text_are_two_values(rig: RouterRig) -> None:
