@@ -120,8 +120,11 @@ class ReceiveLegs:
             self.fail(key, error)
 
     def covered(self, leg: ExpectedLeg) -> None:
-        """All KV of the leg is here."""
+        """All KV of the leg is here, and its end is not."""
         self.ending = True
+        self._complete(leg)
+
+    def _complete(self, leg: ExpectedLeg) -> None:
         self._owner.on_event(RankComplete(leg.key, self._owner.rank, leg.handoff.bytes, leg.handoff.frames))
 
     def _refuse(self, key: LegKey, error: BatonError) -> None:
@@ -157,7 +160,7 @@ class ReceiveLegs:
             raise TransferFailed(problem)
         del self._tickets[key]
         if covered:
-            self.covered(leg)
+            self._complete(leg)
         if arrived:
             owner.on_event(FirstTokensArrived(key, first_tokens))
             let_others_run()  # the worker's thread: the prefill rank does not wait for the answer
